@@ -1,0 +1,249 @@
+"""Bytes from a path, http(s):// (requests) or any fsspec URL: get, get a range, put, list."""
+from __future__ import annotations
+import email.utils, os, random, re, shutil, threading, time
+from typing import Any, Callable, Iterable
+from urllib.parse import quote, unquote, urlsplit, urlunsplit
+
+SLOW, BLOCK, STEP = 1024, 1 << 18, 1 << 24    # bytes/s under which a transfer counts as stalled; bytes asked at once of a socket, of a file
+
+class RemoteError(OSError):
+  """A transfer that failed for good. The text names the URL without its credentials, the status or reason, and the attempts.
+  `status` is the HTTP status (404 also for a file that is missing elsewhere); `corrupt` says that the bytes came but failed their check."""
+  def __init__(self, text:str, status:int|None=None, corrupt:bool=False):
+    super().__init__(text)
+    self.status, self.corrupt = status, corrupt
+
+class NoRanges(RemoteError): """The server answers a request for a range with the whole file."""
+class Cancelled(RemoteError): """The caller's stop event was set."""
+
+class _Again(Exception):       # an attempt that failed in a way that may heal
+  def __init__(self, why:str, status:int|None=None, wait:float=0.0, corrupt:bool=False):
+    super().__init__(why)
+    self.status, self.wait, self.corrupt = status, wait, corrupt
+
+def redact(url:str) -> str:
+  """The URL without user, password, query and fragment, which may be credentials."""
+  return re.sub(r"//[^/@]*@", "//", url).split("?")[0].split("#")[0] if "://" in url else url
+
+def _secrets(x:Any) -> Iterable[str]:
+  if isinstance(x, dict): x = tuple(x.values())
+  if isinstance(x, (tuple, list)):
+    for y in x: yield from _secrets(y)
+  elif isinstance(x, (str, bytes)) and len(x) > 2: yield x if isinstance(x, str) else x.decode("latin-1")
+
+def _retry_after(value:str|None) -> float:
+  if value is None: return 0.0
+  if value.strip().isdigit(): return float(value)
+  try: return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
+  except ValueError: return 0.0
+
+class _Pace:
+  """Raises _Again when fewer than SLOW bytes a second came over `timeout` seconds."""
+  def __init__(self, timeout:float): self.timeout, self.start, self.got = timeout, time.monotonic(), 0
+  def __call__(self, n:int):
+    self.got += n
+    if self.got >= SLOW * self.timeout: self.start, self.got = time.monotonic(), 0
+    elif time.monotonic() - self.start > self.timeout: raise _Again(f"stalled: {self.got} bytes in {self.timeout:g} s")
+
+class Remote:
+  """A place that holds named files: a folder (path or file://), http(s)://, or any URL that fsspec knows.
+
+  `retry` is the number of attempts after the first, for what may heal: 5xx, 429, resets, short bodies, a failed check. `timeout` is the
+  seconds after which an attempt that has stalled (under 1,024 bytes a second) is given up. `headers` and `auth` go to requests,
+  `storage_options` to fsspec. Picklable; sessions belong to one thread of one process."""
+  def __init__(self, url:str|os.PathLike, *, retry:int=2, timeout:float=60, headers:dict[str, str]|None=None, auth:Any=None,
+               storage_options:dict[str, Any]|None=None):
+    self.url, self.retry, self.timeout, self.headers, self.auth, self.storage_options = os.fspath(url), retry, timeout, headers, auth, storage_options
+    scheme = self.url.split("://")[0].lower() if "://" in self.url else "file"
+    self.kind = scheme if scheme == "file" else "http" if scheme in ("http", "https") else "fsspec"
+    if self.kind == "file" and "://" in self.url: self.url = unquote(urlsplit(self.url).path)
+    self.where = redact(self.url)
+    self.pressure = 0          # how often a server said, or showed, that it is asked for too much
+    self._thread = threading.local()
+  def __repr__(self) -> str: return f"Remote({self.where!r})"
+  def __getstate__(self) -> dict: return {k: v for k, v in self.__dict__.items() if k != "_thread"}
+  def __setstate__(self, state:dict): self.__dict__.update(state, _thread=threading.local())
+
+  def at(self, name:str) -> str: return f"{self.where.rstrip('/')}/{name}" if name else self.where
+  def _path(self, name:str) -> str: return os.path.join(os.path.expanduser(self.url), name)
+  def _url(self, name:str) -> str:
+    u = urlsplit(self.url)
+    return urlunsplit(u._replace(path=u.path.rstrip("/") + "/" + quote(name)))
+  def _session(self):
+    import requests
+    if getattr(self._thread, "pid", None) != os.getpid():
+      self._thread.pid, self._thread.session = os.getpid(), requests.Session()
+      self._thread.session.headers.update(self.headers or {})
+      self._thread.session.auth = self.auth
+    return self._thread.session
+  def _scrub(self, text:str) -> str:
+    for s in _secrets([self.headers, self.auth if isinstance(self.auth, tuple) else None, self.storage_options]): text = text.replace(s, "***")
+    return text.replace(self.url, self.where)
+
+  def _attempts(self, verb:str, name:str, once:Callable[[], Any], stop:threading.Event|None=None) -> Any:
+    for n in range(self.retry + 1):
+      if stop is not None and stop.is_set(): raise Cancelled(f"{verb} {self.at(name)}: stopped")
+      try: return once()
+      except _Again as e: why = e
+      if n < self.retry:
+        wait = max(min(why.wait, self.timeout), min(30, 0.25 * 2 ** n) * random.uniform(0.5, 1.5))
+        if stop is None: time.sleep(wait)
+        else: stop.wait(wait)
+    raise RemoteError(f"{verb} {self.at(name)}: {why} ({self.retry + 1} attempts)", why.status, why.corrupt)
+
+  # one attempt, by kind: hand the bytes to sink, in pieces
+  def _http(self, name:str, sink:Callable[[bytes], Any], size:int|None, span:tuple[int, int]|None, stop:threading.Event|None):
+    from requests import RequestException
+    from urllib3.exceptions import HTTPError
+    headers = {"Accept-Encoding": "identity"}
+    if span: headers["Range"] = f"bytes={span[0]}-{span[1] - 1}"
+    pace = _Pace(self.timeout)
+    try:
+      with self._session().get(self._url(name), headers=headers, stream=True, timeout=(min(10, self.timeout), self.timeout)) as r:
+        self._status(r, "GET", name)
+        length, coded = r.headers.get("Content-Length"), r.headers.get("Content-Encoding", "identity").lower() not in ("identity", "")
+        if coded and size is not None and length == str(size): coded = False    # a stored .gz that is labelled as an encoding
+        if span:
+          if r.status_code == 200 or coded: raise NoRanges(f"GET {self.at(name)}: the server does not serve ranges", r.status_code)
+          if not (r.headers.get("Content-Range") or "").replace(" ", "").startswith(f"bytes{span[0]}-{span[1] - 1}/"):
+            raise _Again(f"asked for bytes {span[0]}-{span[1] - 1}, got {r.headers.get('Content-Range')!r}", r.status_code)
+        if length is not None and size is not None and not coded and length != str(size):
+          raise _Again(f"{length} bytes where {size} are expected", r.status_code)
+        got = 0
+        while chunk := r.raw.read1(BLOCK, decode_content=coded):
+          got += len(chunk)
+          if size is not None and got > size: raise _Again(f"more than the {size} bytes expected", r.status_code)
+          sink(chunk)
+          pace(len(chunk))
+          if stop is not None and stop.is_set(): raise Cancelled(f"GET {self.at(name)}: stopped")
+        if size is not None and got != size: raise _Again(f"{got} bytes where {size} are expected", r.status_code)
+    except (RequestException, HTTPError) as e: raise self._network(e) from None
+
+  def _status(self, r, verb:str, name:str):
+    if r.status_code in (200, 206) or verb == "PUT" and r.status_code in (201, 204): return
+    why = f"{r.status_code} {r.reason or ''}".strip()
+    if r.status_code in (429, 503): self.pressure += 1
+    if r.status_code in (408, 429) or r.status_code >= 500: raise _Again(why, r.status_code, _retry_after(r.headers.get("Retry-After")))
+    raise RemoteError(f"{verb} {self.at(name)}: {why} (1 attempt)", r.status_code)
+
+  def _network(self, e:Exception) -> _Again:
+    """The innermost reason: requests and urllib3 put the URL, with what is secret in it, in the outer ones."""
+    from requests import RequestException, Timeout
+    from urllib3.exceptions import HTTPError, TimeoutError as Slow
+    if isinstance(e, (Timeout, Slow)):
+      self.pressure += 1
+      return _Again(f"no answer in {self.timeout:g} s")
+    while isinstance(e, (RequestException, HTTPError)) and (inner := e.__cause__ or e.__context__) is not None: e = inner
+    return _Again(self._scrub(f"{type(e).__name__}: {getattr(e, 'strerror', None) or re.sub(r'https?://[^ ]*|/[^ ]*[?][^ ]*', '...', str(e))}"))
+
+  def _fsspec(self, name:str, sink:Callable[[bytes], Any], size:int|None, span:tuple[int, int]|None, stop:threading.Event|None):
+    pace, (lo, hi), got = _Pace(self.timeout), span or (0, size), 0
+    for a in range(lo, hi, STEP) if hi is not None else (None,):
+      chunk = self._call("GET", name, lambda fs, path: fs.cat_file(path) if a is None else fs.cat_file(path, start=a, end=min(a + STEP, hi)))
+      got += len(chunk)
+      sink(chunk)
+      pace(len(chunk))
+      if stop is not None and stop.is_set(): raise Cancelled(f"GET {self.at(name)}: stopped")
+    if size is not None and got != size: raise _Again(f"{got} bytes where {size} are expected")
+
+  def _call(self, verb:str, name:str, fn:Callable[[Any, str], Any]) -> Any:
+    """fn(filesystem, path), with the filesystem's errors made RemoteError (final) or _Again."""
+    try: from fsspec.core import url_to_fs
+    except ImportError: raise ImportError(f'{self.where} needs fsspec: pip install "tinygrad-streaming[cloud]"') from None
+    try:
+      fs, root = url_to_fs(self.url, **(self.storage_options or {}))
+      return fn(fs, f"{root.rstrip('/')}/{name}" if name else root)
+    except (FileNotFoundError, PermissionError) as e: why, status = e, 404 if isinstance(e, FileNotFoundError) else 403
+    except (ImportError, ValueError) as e: why, status = e, None
+    except Exception as e: raise _Again(self._scrub(f"{type(e).__name__}: {e}")) from None
+    raise RemoteError(f"{verb} {self.at(name)}: {self._scrub(f'{type(why).__name__}: {why}')} (1 attempt)", status)
+
+  def _file(self, name:str, sink:Callable[[bytes], Any], size:int|None, span:tuple[int, int]|None, stop:threading.Event|None):
+    got, (lo, hi) = 0, span or (0, None)
+    try: f = open(self._path(name), "rb")
+    except OSError as e: raise RemoteError(f"{self.at(name)}: {e.strerror}", 404 if isinstance(e, FileNotFoundError) else 403) from None
+    with f:
+      f.seek(lo)
+      while chunk := f.read(STEP if hi is None else min(STEP, hi - lo - got)):
+        got += len(chunk)
+        sink(chunk)
+        if stop is not None and stop.is_set(): raise Cancelled(f"{self.at(name)}: stopped")
+    if size is not None and got != size: raise RemoteError(f"{self.at(name)}: {got} bytes where {size} are expected", corrupt=True)
+
+  def _once(self, *args): return getattr(self, "_" + self.kind)(*args)
+
+  def get(self, name:str, path:str, size:int|None=None, check:Callable[[str], Any]|None=None, stop:threading.Event|None=None) -> None:
+    """Write the file `name` to `path`. `check(path)` may raise ValueError: then the file is fetched again, as after a short body; the last
+    bad file is left at `path`. Raises RemoteError, Cancelled once `stop` is set, and OSError for what is wrong with this disk."""
+    def once():
+      with open(path, "wb") as f: self._once(name, f.write, size, None, stop)
+      try: check is None or check(path)
+      except ValueError as e: raise _Again(str(e), corrupt=True) from None
+    self._attempts("GET", name, once, stop)
+
+  def read(self, name:str, stop:threading.Event|None=None) -> bytes:
+    """All bytes of the file `name`."""
+    def once() -> bytes:
+      parts:list[bytes] = []
+      self._once(name, parts.append, None, None, stop)
+      return b"".join(parts)
+    return self._attempts("GET", name, once, stop)
+
+  def read_range(self, name:str, start:int, stop:int) -> bytes:
+    """The bytes [start, stop) of the file `name`. Raises NoRanges when the server ignores the range."""
+    def once() -> bytes:
+      parts:list[bytes] = []
+      if stop > start: self._once(name, parts.append, stop - start, (start, stop), None)
+      return b"".join(parts)
+    return self._attempts("GET", name, once)
+
+  def put(self, path:str, name:str) -> None:
+    """Store the file at `path` as `name`, replacing what is there. By HTTP it is a PUT."""
+    def once():
+      if self.kind == "fsspec": self._call("PUT", name, lambda fs, dst: fs.put_file(path, dst))
+      elif self.kind == "file":
+        os.makedirs(os.path.dirname(dst := self._path(name)) or ".", exist_ok=True)
+        shutil.copyfile(path, tmp := f"{dst}.{os.getpid()}.{threading.get_ident()}.tmp")
+        os.replace(tmp, dst)
+      else:
+        with open(path, "rb") as f: self._http_call("PUT", name, data=f)
+    self._attempts("PUT", name, once)
+
+  def _http_call(self, verb:str, name:str, **kwargs):
+    from requests import RequestException
+    try:
+      with self._session().request(verb, self._url(name), timeout=(min(10, self.timeout), self.timeout), allow_redirects=True, **kwargs) as r:
+        self._status(r, verb, name)
+        return r.headers
+    except RequestException as e: raise self._network(e) from None
+
+  def size(self, name:str) -> int:
+    """Bytes of the file `name`. Raises RemoteError with status 404 when there is none."""
+    def once() -> int:
+      if self.kind == "fsspec": return int(self._call("HEAD", name, lambda fs, path: fs.info(path))["size"])
+      if self.kind == "http":
+        length = self._http_call("HEAD", name, headers={"Accept-Encoding": "identity"}).get("Content-Length")
+        if length is None: raise RemoteError(f"HEAD {self.at(name)}: the server does not tell the size")
+        return int(length)
+      try: return os.stat(self._path(name)).st_size
+      except OSError as e: raise RemoteError(f"{self.at(name)}: {e.strerror}", 404 if isinstance(e, FileNotFoundError) else 403) from None
+    return self._attempts("HEAD", name, once)
+
+  def exists(self, name:str) -> bool:
+    try: return self.size(name) >= 0
+    except RemoteError as e:
+      if e.status != 404: raise
+      return False
+
+  def list(self, prefix:str="") -> list[tuple[str, int]]:  # noqa: A003
+    """(name, bytes) of every file whose name starts with `prefix`, a folder, in the order of the names."""
+    if self.kind == "http": raise RemoteError(f"{self.where}: files on an HTTP server cannot be listed; give their names")
+    if self.kind == "fsspec":
+      def find(fs, root):
+        fs.invalidate_cache()
+        return {k: v["size"] for k, v in fs.find(root, detail=True).items()}, self._call("LIST", "", lambda _, base: base.strip("/"))
+      found, base = self._attempts("LIST", prefix, lambda: self._call("LIST", prefix, find))
+      return sorted((k.strip("/")[len(base) + 1:], v) for k, v in found.items())
+    root = self._path("")
+    return sorted((os.path.relpath(p, root), os.path.getsize(p)) for folder, _, names in os.walk(self._path(prefix)) for n in names
+                  if os.path.isfile(p := os.path.join(folder, n)))
