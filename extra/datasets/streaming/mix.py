@@ -1,0 +1,508 @@
+"""Streams and weights: which samples make an epoch and in which order, as a function of the position. Counts are whole numbers and exact."""
+from __future__ import annotations
+import bisect, copy, hashlib, heapq, json, math, re
+from fractions import Fraction
+from typing import Any, Iterator, NamedTuple, Sequence
+import numpy as np
+from .partition import interleave, rank_slice
+from .shuffle import Order, default_block, hash64, permute
+
+ORDER_VERSION = 1
+METHODS = ("random", "stratified", "per_stream", "device_per_stream")
+CHUNK = 1 << 16   # positions of a mixture whose streams are worked out together
+STEPS = 64        # a linear change of weights is a staircase of so many exact steps
+SHARE = 1 << 40   # shares of a schedule are whole numbers of this
+
+# *** what a user says ***
+
+def number(x:Any, what:str) -> Fraction:
+  """x >= 0 exactly, where x is a number or a string such as "100k", "1.5m", "2b", "1t" (thousands, millions, ...). Raises ValueError."""
+  try:
+    if isinstance(x, (bool, np.bool_)): raise ValueError
+    m = re.fullmatch(r"([-+.\de]+?)([kmbt]?)", x.strip().lower().replace("_", "")) if isinstance(x, str) else None
+    n = Fraction(m[1]) * 1000 ** " kmbt".index(m[2] or " ") if m else Fraction(x.item() if isinstance(x, np.generic) else x)
+  except (ValueError, TypeError, OverflowError): raise ValueError(f"{what}={x!r} is not a number (or one such as '100k')") from None
+  if n < 0: raise ValueError(f"{what}={x!r} is negative")
+  return n
+
+def whole(x:Any, what:str) -> int:
+  if (n := number(x, what)).denominator != 1: raise ValueError(f"{what}={x!r} is not a whole number")
+  return int(n)
+
+def _schedule(points:Sequence, what:str) -> list[tuple[int, Fraction]]:
+  try: out = [(whole(t, what + " at sample"), number(w, what)) for t, w in points]
+  except TypeError: raise ValueError(f"{what}={points!r} is not a list of (sample, weight)") from None
+  at = [t for t, _ in out]
+  if not out or at != sorted(at) or any(at.count(t) > 2 for t in set(at)):
+    raise ValueError(f"{what}={points!r}: a schedule is a list of (sample, weight) by rising sample, two at one sample for a jump")
+  return out
+
+class Stream:
+  """
+  One dataset of a mixture: where it is and how much of it an epoch takes.
+
+  - `proportion`: its share, relative to the other streams' proportions. A list of (global sample, weight) changes it over a run: linear between
+    the points, constant before the first and after the last; two points at one sample are a jump, so
+    `[(0, 0.9), (1_000_000, 0.9), (1_000_000, 0.1)]` is a step and `[(0, 0.9), (1_000_000, 0.1)]` a ramp.
+  - `repeat`: how many times an epoch goes through it; `choose`: how many samples an epoch takes. Both absolute, and any number >= 0.
+  - none of them: all of it once.
+
+  Numbers may be strings such as "100k". `name` (default: where it is) identifies the stream in states: the order of a run depends on the names and
+  not on the place in the list. Options left None are the dataset's. Raises ValueError naming the stream.
+  """
+  def __init__(self, remote:str|None=None, local:str|None=None, *, split:str|None=None, proportion:Any=None, repeat:Any=None, choose:Any=None,
+               name:str|None=None, storage_options:dict|None=None, headers:dict|None=None, auth:Any=None, download_retry:int|None=None,
+               download_timeout:float|None=None, validate_hash:bool|None=None, keep_zip:bool|None=None):
+    if remote is None and local is None: raise ValueError("a Stream needs a remote, a local folder or both")
+    self.remote, self.local, self.split, self.proportion, self.repeat, self.choose = remote, local, split, proportion, repeat, choose
+    self.storage_options, self.headers, self.auth, self.download_retry = storage_options, headers, auth, download_retry
+    self.download_timeout, self.validate_hash, self.keep_zip = download_timeout, validate_hash, keep_zip
+    # without the user, password and query of a URL: they are secrets, and signed URLs change
+    where = re.sub(r"(?<=://)[^/@]*@", "", str(local if remote is None else remote)).split("?")[0].rstrip("/")
+    self.name = name if name is not None else where + (f"/{split}" if split else "")
+    given = [k for k in ("proportion", "repeat", "choose") if getattr(self, k) is not None]
+    if len(given) > 1: raise ValueError(f"stream {self.name}: {' and '.join(given)} are given, one at most can be")
+    self.kind, self.points = given[0] if given else None, [(0, Fraction(1))]
+    if given:
+      what, x = f"stream {self.name}: {self.kind}", getattr(self, self.kind)
+      if self.kind == "proportion" and not isinstance(x, str) and hasattr(x, "__iter__"): self.points = _schedule(x, what)
+      else: self.points = [(0, Fraction(whole(x, what)) if self.kind == "choose" else number(x, what))]
+
+  def __repr__(self) -> str:
+    said = {k: getattr(self, k) for k in ("local", "proportion", "repeat", "choose") if getattr(self, k) is not None}
+    return f"Stream({', '.join([repr(self.name)] + [f'{k}={v!r}' for k, v in said.items()])})"
+
+class Source(NamedTuple):
+  """A stream that has been opened: `sizes` is the samples of each shard, int64[S]."""
+  name: str
+  sizes: np.ndarray
+  stream: Stream
+
+# *** whole numbers ***
+
+def apportion(total:int, parts:Sequence[int], unit:int) -> list[int]:
+  """Whole numbers >= 0 near parts[i] / unit (which sum to `total`) that sum to `total`: by largest remainders, a tie goes to the first."""
+  out = [max(0, p // unit) for p in parts]
+  rest = [p - n * unit for p, n in zip(parts, out)]
+  for i in sorted(range(len(out)), key=lambda i: -rest[i])[:max(0, total - sum(out))]: out[i] += 1
+  while sum(out) > total:  # a part below zero counted as none
+    i = min((i for i in range(len(out)) if out[i]), key=lambda i: rest[i])
+    out[i], rest[i] = out[i] - 1, rest[i] + unit
+  return out
+
+def share(total:int, weights:Sequence[int]) -> list[int]: return apportion(total, [total * w for w in weights], sum(weights))
+
+def integers(weights:Sequence[Fraction]) -> list[int]:
+  scale = math.lcm(*(w.denominator for w in weights))
+  return [int(w * scale) for w in weights]
+
+# *** the mix ***
+
+class Mix:
+  """
+  All that fixes the order of a run. Sources are laid end to end in the order given: global id = samples of the sources before + of the shards
+  before + index in the shard; everything else goes by name, so that the list's order draws the same samples.
+
+  - `epoch_size`: samples an epoch; by default all samples of the streams with a weight above 0, or what `repeat` and `choose` come to.
+  - `sampling_method`: a stream that gives an epoch a part of its samples goes on where the last epoch stopped ("balanced", so that as epochs pass
+    all come up equally) or gives the same ones each time ("fixed"). `sampling_granularity`: how many to take from a shard at a time: 1 takes
+    evenly from all shards, "shard" whole shards, which downloads least.
+  - `batching_method`: "random" over all streams; "stratified": every batch and every rank has each stream's share to rounding; "per_stream": a
+    batch, "device_per_stream": a rank's part of it, comes from one stream. The last two go by units of `unit` samples (see `unit_of`).
+  - `on_exhausted`, when an epoch asks a stream for more than it has: "repeat" it, "stop" the epoch, or "drop" it and go on with the others. It
+    concerns shares (proportion, epoch_size): `repeat` and `choose` ask for copies.
+
+  Raises ValueError naming the stream or the option.
+  """
+  def __init__(self, sources:Sequence[Source], *, shuffle:bool=False, algo:str="py1e", seed:int=9176, block:int|None=None, lanes:int=1,
+               epoch_size:int|str|None=None, sampling_method:str="balanced", sampling_granularity:int|str=1, batching_method:str="random",
+               unit:int|None=None, on_exhausted:str="repeat"):
+    for what, x, ok in (("batching_method", batching_method, METHODS), ("sampling_method", sampling_method, ("balanced", "fixed")),
+                        ("on_exhausted", on_exhausted, ("repeat", "stop", "drop"))):
+      if x not in ok: raise ValueError(f"{what}={x!r} is not one of {', '.join(ok)}")
+    self.algo, self.seed, self.block, self.lanes = algo if shuffle else None, seed, block, lanes
+    self.method, self.sampling, self.on_exhausted, self.unit = batching_method, sampling_method, on_exhausted, unit if batching_method in METHODS[2:] else 1
+    self.grain = None if sampling_granularity == "shard" else whole(sampling_granularity, "sampling_granularity")
+    if self.grain == 0: raise ValueError("sampling_granularity=0 takes nothing: use 1 or more, or 'shard'")
+    seen:dict[str, int] = {}
+    for s in sources: seen[s.name] = 0
+    names = []
+    for s in sources:
+      seen[s.name] += 1
+      names.append(s.name if seen[s.name] == 1 else f"{s.name}#{seen[s.name]}")
+    by = sorted(range(len(sources)), key=names.__getitem__)
+    self.names, self.sources = [names[i] for i in by], [sources[i] for i in by]
+    sizes = [np.asarray(s.sizes, np.int64) for s in sources]
+    first_id, first_shard = (np.cumsum([0, *(f(x) for x in sizes)], dtype=np.int64) for f in (np.sum, len))
+    def column(parts): return np.concatenate([np.zeros(0, np.int64), *parts])
+    # columns over all shards, streams by name
+    self.sizes = column(sizes[i] for i in by)
+    self.start = column(first_id[i] + np.cumsum(sizes[i]) - sizes[i] for i in by)
+    self.shard = column(first_shard[i] + np.arange(len(sizes[i])) for i in by)
+    self.key = column(hash64(names[i], np.arange(len(sizes[i]))).view(np.int64) for i in by).view(np.uint64)
+    self.cut = np.cumsum([0, *(len(sizes[i]) for i in by)])
+    self.total = [int(sizes[i].sum()) for i in by]
+    self._weigh(None if epoch_size is None else whole(epoch_size, "epoch_size"))
+    self._plans:dict[int, Plan] = {}
+
+  def _weigh(self, epoch_size:int|None):
+    streams, kinds = [s.stream for s in self.sources], {s.stream.kind for s in self.sources}
+    if "proportion" in kinds and len(kinds) > 1:
+      a, b = (next(n for n, s in zip(self.names, streams) if (s.kind == "proportion") == x) for x in (True, False))
+      raise ValueError(f"stream {a} has a proportion and stream {b} has none: give all streams one or none")
+    if epoch_size is not None and kinds & {"repeat", "choose"}:
+      a = next(n for n, s in zip(self.names, streams) if s.kind in ("repeat", "choose"))
+      raise ValueError(f"epoch_size={epoch_size} contradicts the {'repeat' if 'repeat' in kinds else 'choose'} of stream {a}: use proportions")
+    used = [any(w for _, w in s.points) for s in streams]
+    for name, s, n, u in zip(self.names, streams, self.total, used):
+      if s.kind and u and not n: raise ValueError(f"stream {name} has no samples but {s.kind}={getattr(s, s.kind)!r}: leave it out or give it 0")
+    if streams and not any(used): raise ValueError(f"all weights are 0: {', '.join(self.names)}")
+    self.counts:list[int]|None = None   # of each stream every epoch, when nobody asked for shares
+    if "proportion" not in kinds and epoch_size is None:
+      self.counts = [int(s.points[0][1]) if s.kind == "choose" else int(s.points[0][1] * n + Fraction(1, 2)) for s, n in zip(streams, self.total)]
+      self.size = sum(self.counts)
+      return
+    self.size = epoch_size if epoch_size is not None else sum(n for n, u in zip(self.total, used) if u)
+    points = [s.points if s.kind else [(0, Fraction(n))] for s, n in zip(streams, self.total)]
+    if self.size and not any(w for p in points for _, w in p): raise ValueError(f"epoch_size={self.size} but no stream has samples")
+    knots = sorted({t for p in points for t, _ in p})
+    self.constant = integers([p[0][1] for p in points]) if len(knots) == 1 else None
+    if self.constant: return
+    if self.on_exhausted != "repeat": raise ValueError(f"on_exhausted={self.on_exhausted!r} does not go with a schedule of weights")
+    # (from, to, shares at from, shares at to) between the knots, then for ever
+    def shares(t, side):
+      w = [_weight(p, t, side) for p in points]
+      if not any(w): raise ValueError(f"all weights are 0 at sample {t}: {', '.join(self.names)}")
+      return share(SHARE, integers(w))
+    last = shares(knots[-1], 1)
+    self.ramps = [(a, b, shares(a, 1), shares(b, 0)) for a, b in zip(knots, knots[1:])] + [(knots[-1], None, last, last)]
+    if knots[0]: self.ramps.insert(0, (0, knots[0], shares(knots[0], 0), shares(knots[0], 0)))
+
+  def phases(self, epoch:int) -> list[list[int]]:
+    """The samples of each stream (by name) in each stretch of the epoch over which the weights stay the same."""
+    if self.counts is not None: return [self.counts]
+    out:list[list[int]] = []
+    if self.constant:
+      if self.on_exhausted == "repeat": return [share(self.size, self.constant)]
+      todo, left, w = self.size, self.total, self.constant
+      while todo and any(w := [v if n else 0 for v, n in zip(w, left)]):
+        length = min(todo, *(n * sum(w) // v for v, n in zip(w, left) if v))
+        out.append(share(length, w))
+        todo, left = todo - length, [n - c for n, c in zip(left, out[-1])]
+        if self.on_exhausted == "stop": break
+      return out or [[0] * len(self.total)]
+    for ramp in self.ramps:
+      a, b = max(ramp[0], epoch * self.size), min(ramp[1] or math.inf, (epoch + 1) * self.size)
+      given, steps = [0] * len(self.total), 1 if ramp[2] == ramp[3] else min(STEPS, b - a)
+      for x, y in ((a + (b - a) * k // steps, a + (b - a) * (k + 1) // steps) for k in range(steps if a < b else 0)):
+        drawn, unit = _drawn(ramp, a, y)
+        out.append(apportion(y - x, [d - g * unit for d, g in zip(drawn, given)], unit))
+        given = [g + c for g, c in zip(given, out[-1])]
+    return out or [[0] * len(self.total)]
+
+  def before(self, epoch:int, counts:list[int]) -> list[int]:
+    """How many samples of each stream earlier epochs took, up to rounding: where its walk goes on."""
+    if self.sampling == "fixed": return [0] * len(counts)
+    if self.counts is not None or self.constant: return [epoch * c for c in counts]
+    out = [0] * len(counts)
+    for ramp in self.ramps:
+      if ramp[0] < (end := min(ramp[1] or math.inf, epoch * self.size)):
+        drawn, unit = _drawn(ramp, ramp[0], end)
+        out = [n + d // unit for n, d in zip(out, drawn)]
+    return out
+
+  def walk(self, i:int, rank:int) -> np.ndarray:
+    """How many samples of each shard of stream i are among the first `rank` of its walk: sample j of a shard of n is due at (j + u) / n."""
+    shards = slice(self.cut[i], self.cut[i+1])
+    n, u = self.sizes[shards], (hash64(self.seed, self.key[shards], 1) >> np.uint64(32)).astype(np.int64)
+    grain = np.maximum(n, 1) if self.grain is None else self.grain
+    blocks = -(-n // grain)
+    def due(t:int) -> np.ndarray: return np.minimum(((t * blocks - u + 0xffffffff) >> 32) * grain, n)  # before t / 2^32
+    lo, hi = 0, 1 << 32
+    if rank >= n.sum(): return n
+    while hi - lo > 1:
+      mid = (lo + hi) // 2
+      lo, hi = (mid, hi) if due(mid).sum() <= rank else (lo, mid)
+    count = due(lo)
+    more = due(hi) - count   # due at the same time: in the order of the shards
+    return count + np.clip(rank - count.sum() - (np.cumsum(more) - more), 0, more)
+
+  def length(self, epoch:int) -> int: return sum(map(sum, self.phases(epoch)))
+
+  def plan(self, epoch:int) -> Plan:
+    """The order of an epoch. The last two are kept."""
+    if epoch not in self._plans:
+      phases = self.phases(epoch)
+      plan = (Plan if self.method == "random" and len(phases) == 1 else Blend)(self, epoch, phases)
+      self._plans = {**dict(list(self._plans.items())[-1:]), epoch: plan}
+    return self._plans[epoch]
+
+  # *** what a loader settles, and what it saves ***
+
+  def bind(self, *, lanes:int|None=None, unit:int|None=None) -> Mix:
+    """The same mix cut into `lanes`, with batches by units of `unit`."""
+    out = copy.copy(self)
+    out.lanes, out._plans = self.lanes if lanes is None else lanes, {}
+    if unit is not None and self.method in METHODS[2:]: out.unit = unit
+    return out
+
+  def unit_of(self, batch:int, ranks:int) -> int:
+    """How many samples of a batch must come from one stream."""
+    if self.method == "device_per_stream" and batch % ranks:
+      raise ValueError(f"batching_method='device_per_stream': {ranks} ranks do not divide the batch of {batch}")
+    return {"per_stream": batch, "device_per_stream": batch // ranks}.get(self.method, 1)
+
+  def fit(self, batch:int, ranks:int, start:int=0):
+    """Raise ValueError unless the batches from position `start` on keep to the units of this order."""
+    unit = self.unit_of(batch, ranks)
+    if self.unit is None or self.unit % unit or start % unit:
+      raise ValueError(f"batching_method={self.method!r}: units of {unit} samples (a batch of {batch}, {ranks} ranks) from sample {start} on "
+                       f"are not inside this order's units of {self.unit}")
+
+  def state(self) -> dict[str, Any]:
+    """JSON values: all that fixes the order. Streams by name while they are short, else 64 hashes of them."""
+    streams = self._streams()
+    return {"order_version": ORDER_VERSION, "shuffle": self.algo is not None, "shuffle_algo": self.algo, "shuffle_seed": self.seed,
+            "shuffle_block_size": self.block or default_block(self.lanes), "num_canonical_nodes": self.lanes, "epoch_size": self.size,
+            "batching_method": self.method, "unit": self.unit, "sampling_method": self.sampling,
+            "sampling_granularity": self.grain or "shard", "on_exhausted": self.on_exhausted,
+            "streams": streams if len(json.dumps(streams)) <= 1000 else "".join(_buckets(streams))}
+
+  def differences(self, saved:dict[str, Any]) -> list[str]:
+    """A line for each thing in which a saved state's order is another."""
+    now, mine, theirs = self.state(), self._streams(), saved.get("streams", {})
+    out = [f"{k}: {saved.get(k)!r} saved, {v!r} now" for k, v in now.items() if k != "streams" and saved.get(k) != v]
+    if isinstance(theirs, dict):
+      return out + [f"stream {k}: {theirs.get(k, 'absent')} saved, {mine.get(k, 'absent')} now"
+                    for k in sorted({*theirs, *mine}) if theirs.get(k) != mine.get(k)]
+    for b, x in enumerate(_buckets(mine)):
+      if theirs[8*b:8*b+8] != x:
+        out.append(f"streams: one of {', '.join(n for n in mine if _bucket(n) == b) or 'those no longer there'} is not as saved")
+    return out
+
+  def _streams(self) -> dict[str, str]:
+    out = {}
+    for name, s, n, a, b in zip(self.names, self.sources, self.total, self.cut, self.cut[1:]):
+      points = s.stream.points if len(s.stream.points) > 1 else s.stream.points[0][1]
+      how = f"{s.stream.kind} {[(t, float(w)) for t, w in points] if isinstance(points, list) else float(points)}" if s.stream.kind else "once"
+      if len(how) > 80: how = f"{s.stream.kind} of {len(points)} points {_digest(how.encode())}"
+      out[name] = f"{n} samples in {b - a} shards {_digest(self.sizes[a:b].astype('<i8').tobytes())}, {how}"
+    return out
+
+  def __getstate__(self) -> dict[str, Any]: return {**self.__dict__, "_plans": {}}
+
+def _digest(data:bytes) -> str: return hashlib.blake2b(data, digest_size=4).hexdigest()
+def _bucket(name:str) -> int: return hash64(name) % 64
+def _buckets(streams:dict[str, str]) -> list[str]:
+  parts:list[list[str]] = [[] for _ in range(64)]
+  for name in sorted(streams): parts[_bucket(name)].append(f"{name}\0{streams[name]}\0")
+  return [_digest("".join(p).encode()) for p in parts]
+
+def _weight(points:list[tuple[int, Fraction]], t:int, right:bool) -> Fraction:
+  # the limit of a schedule at t, from the right or from the left
+  j = (bisect.bisect_right if right else bisect.bisect_left)([x for x, _ in points], t)
+  if j == 0 or j == len(points): return points[max(0, j - 1)][1]
+  (a, v), (b, w) = points[j-1:j+1]
+  return v + (w - v) * Fraction(t - a, b - a)
+
+def _drawn(ramp:tuple, x:int, y:int) -> tuple[list[int], int]:
+  # the shares of a ramp integrated over its samples [x, y), as whole numbers of 1 / unit samples
+  a, b, p, q = ramp
+  length = 1 if b is None else b - a
+  return [(y - x) * (2 * v * length + (w - v) * (x + y - 2 * a)) for v, w in zip(p, q)], 2 * length * SHARE
+
+# *** the order of an epoch ***
+
+class Line:
+  """The pieces that some streams give an epoch, counts[i] samples of stream i from rank starts[i] of its walk on, and their order.
+  Columns over the pieces: `shard` (streams by name), `first` (place in the shard's own order of the walk), and whether they are a `part`."""
+  def __init__(self, mix:Mix, epoch:int, streams:Sequence[int], counts:Sequence[int], starts:Sequence[int], block:int|None):
+    self.mix, cols = mix, []
+    for i, count, start in zip(streams, counts, starts):
+      if not count: continue
+      a, n, total = mix.cut[i], mix.sizes[mix.cut[i]:mix.cut[i+1]], mix.total[i]
+      shards, (copies, rest) = np.arange(a, a + len(n)), divmod(count, total)
+      for c in range(copies): cols.append((shards, n, np.zeros(len(n), np.int64), np.full(len(n), c, np.int32), np.full(len(n), i, np.int32)))
+      if rest:
+        first, end = mix.walk(i, start % total), mix.walk(i, (start + rest) % total)
+        take = end - first if start % total + rest < total else n - first + end
+        s = np.flatnonzero(take)
+        cols.append((shards[s], take[s], first[s], np.full(len(s), copies, np.int32), np.full(len(s), i, np.int32)))
+    cols = [np.concatenate(c) for c in zip(*cols)] or [np.zeros(0, np.int64)] * 5
+    self.shard, self.count, self.first, number, stream = cols
+    whole = self.count == mix.sizes[self.shard]
+    self.part = None if whole.all() else ~whole
+    self.order = Order(self.count, mix.key[self.shard], seed=mix.seed, epoch=epoch, lanes=mix.lanes, algo=mix.algo, block=block,
+                       stream=stream if len(streams) > 1 else None, copy=number if number.any() else None)
+    self.kept:dict[int, np.ndarray] = {}
+
+  def ids(self, pos:np.ndarray) -> np.ndarray:
+    piece, k = self.order.take(pos)
+    if self.part is not None and len(i := np.flatnonzero(self.part[piece])): k[i] = self._chosen(piece[i], k[i])
+    return self.mix.start[self.shard[piece]] + k
+
+  def _chosen(self, piece:np.ndarray, k:np.ndarray) -> np.ndarray:
+    # which samples of its shard a part is: a permutation of the shard, from `first` on
+    used, at = np.unique(piece, return_inverse=True)
+    n, first = self.mix.sizes[self.shard[used]], self.first[used]
+    key = hash64(self.mix.seed, self.mix.key[self.shard[used]], "part")
+    if self.mix.algo is not None: return permute((first[at] + k) % n[at], n, key, at)
+    for x, p in enumerate(used.tolist()):  # without shuffle they come in the shard's order
+      if p not in self.kept:
+        self.kept = {q: self.kept[q] for q in list(self.kept)[-7:]}
+        self.kept[p] = np.sort(permute((first[x] + np.arange(self.count[p])) % n[x], int(n[x]), int(key[x])))
+      k[at == x] = self.kept[p][k[at == x]]
+    return k
+
+class Plan:
+  """The order of one epoch: one line of all streams' pieces."""
+  def __init__(self, mix:Mix, epoch:int, phases:list[list[int]]):
+    self.mix, counts = mix, phases[0]
+    self.line = Line(mix, epoch, range(len(counts)), counts, mix.before(epoch, counts), mix.block)
+    self.length = self.full = self.line.order.length   # positions, and how many of them are in whole units
+
+  def ids(self, pos:np.ndarray) -> np.ndarray:
+    """The global sample ids at positions, int64[n]."""
+    return self.line.ids(pos)
+
+  def slice(self, start:int, stop:int, rank:int, ranks:int) -> np.ndarray:
+    """The positions of the global batch [start, stop) that `rank` takes, int64[m]."""
+    return rank_slice(start, stop, self.mix.lanes, rank, ranks)
+
+  def reach(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(shard, lo, hi), int64[P] each: a piece of global shard number `shard` is read between the positions lo and hi (exclusive)."""
+    return self.mix.shard[self.line.shard], *self.line.order.reach()
+
+class Tree:
+  """Which stream each unit is of: a Huffman tree over the streams whose node gives its left child floor((c * left + phase) / n) of its first c units,
+  so every stretch holds every stream's share to rounding, and a unit is found without those before it. counts[p][i]: units of stream i in phase p."""
+  def __init__(self, counts:list[list[int]], key:int):
+    self.streams, self.n, self.kids = len(counts[0]), [list(c) for c in counts], []
+    heap = [(t, i) for i, t in enumerate(map(sum, zip(*counts))) if t]
+    heapq.heapify(heap)
+    while len(heap) > 1:
+      (t, a), (u, b) = heapq.heappop(heap), heapq.heappop(heap)
+      heapq.heappush(heap, (t + u, self.streams + len(self.kids)))
+      self.kids.append((a, b))
+      for n in self.n: n.append(n[a] + n[b])
+    self.root, self.key, self.phase = heap[0][1] if heap else None, key, {}
+    self.edge = np.cumsum([0, *map(sum, counts)]).tolist()
+    self.before = np.cumsum([[0] * self.streams, *counts], axis=0)   # units of stream i before phase p
+
+  def _node(self, p:int, node:int) -> tuple[int, int, int]:
+    # units of the node, of its left child, and the phase
+    if p not in self.phase: self.phase[p] = hash64(self.key, p, np.arange(len(self.kids))).tolist()
+    n = self.n[p][node]
+    return n, self.n[p][self.kids[node - self.streams][0]], self.phase[p][node - self.streams] % n
+
+  def find(self, unit:int) -> tuple[int, int]:
+    """(stream, its how manieth unit) of one unit."""
+    p = bisect.bisect_right(self.edge, unit) - 1
+    c, node = unit - self.edge[p], self.root
+    while node >= self.streams:
+      n, left, phase = self._node(p, node)
+      a = (c * left + phase) // n
+      node, c = (self.kids[node - self.streams][0], a) if ((c + 1) * left + phase) // n > a else (self.kids[node - self.streams][1], c - a)
+    return node, int(self.before[p, node]) + c
+
+  def window(self, start:int, stop:int) -> Iterator[tuple[int, int, np.ndarray]]:
+    """Units [start, stop) by stream: (stream, the number of its first unit, where in the window its units are), per phase."""
+    for p in range(bisect.bisect_right(self.edge, start) - 1, len(self.n)):
+      a, b = max(start, self.edge[p]) - self.edge[p], min(stop, self.edge[p+1]) - self.edge[p]
+      todo = [(self.root, a, b, np.arange(a, b) + (self.edge[p] - start))] if a < b else []
+      while todo:
+        node, a, b, at = todo.pop()
+        if node < self.streams:
+          yield node, int(self.before[p, node]) + a, at
+          continue
+        n, left, phase = self._node(p, node)
+        (x, rest), y = divmod(a * left + phase, n), (b * left + phase) // n
+        # the j-th of the left child's units in here is the first c with floor((rest + (c + 1) * left) / n) > j
+        c = (np.arange(1, y - x + 1) * n - (rest + 1)) // max(1, left)
+        other = np.ones(b - a, bool)
+        other[c] = False
+        if y > x: todo.append((self.kids[node - self.streams][0], x, y, at[c]))
+        if b - a > y - x: todo.append((self.kids[node - self.streams][1], a - x, b - y, at[other]))
+
+  def spread(self) -> np.ndarray:
+    """float64[P, S]: the share of the phase by which unit j of m of a stream in the phase may be before j / m or after (j + 1) / m: the sum of
+    1 / n over the nodes above it."""
+    n = np.array(self.n, np.float64)
+    out = np.zeros(n.shape)
+    for x in range(len(self.kids) - 1, -1, -1):
+      for kid in self.kids[x]: out[:, kid] = out[:, self.streams + x] + 1 / np.maximum(1, n[:, self.streams + x])
+    return out[:, :self.streams]
+
+class Blend(Plan):
+  """The order of one epoch of streams that each have a line of their own: a tree says whose turn it is. Positions go by units of mix.unit samples;
+  what is left of each stream comes after the whole units, stream by stream."""
+  def __init__(self, mix:Mix, epoch:int, phases:list[list[int]]):
+    if not mix.unit: raise ValueError(f"batching_method={mix.method!r} has an order only for a batch size: take it from a loader")
+    self.mix, self.epoch, self.unit = mix, epoch, mix.unit
+    self.counts = [sum(c) for c in zip(*phases)]
+    self.starts, self.length = mix.before(epoch, self.counts), sum(self.counts)
+    units = np.diff(np.cumsum([[0] * len(self.counts), *phases], axis=0) // self.unit, axis=0).tolist()
+    self.tree = Tree(units, hash64(mix.seed, epoch, "tree"))
+    self.full = self.tree.edge[-1] * self.unit
+    self.whole = [c // self.unit * self.unit for c in self.counts]
+    self.tail = self.full + np.cumsum([0, *(c - w for c, w in zip(self.counts, self.whole))])
+    self.step = max(1, CHUNK // self.unit) * self.unit
+    self.lines:dict[int, Line] = {}
+    self.chunks:dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
+
+  def stream(self, i:int) -> Line:
+    if i not in self.lines:
+      block = max(1, (self.mix.block or default_block(self.mix.lanes)) * self.counts[i] // self.length)
+      self.lines[i] = Line(self.mix, self.epoch, [i], [self.counts[i]], [self.starts[i]], block)
+    return self.lines[i]
+
+  def _chunk(self, number:int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    # stream, index in the stream, and id of each position of a chunk
+    if number not in self.chunks:
+      start, stop, K = number * self.step, min((number + 1) * self.step, self.length), self.unit
+      which, index, ids = np.empty(stop - start, np.int32), np.empty(stop - start, np.int64), np.empty(stop - start, np.int64)
+      def put(i, first, at):
+        which[at], index[at], ids[at] = i, (r := np.arange(first, first + len(at))), self.stream(i).ids(r)
+      for i, u, at in self.tree.window(start // K, min(stop, self.full) // K):
+        put(i, u * K, at if K == 1 else (at[:, None] * K + np.arange(K)).ravel())
+      for i in range(len(self.counts)):
+        a, b = max(start, self.tail[i]), min(stop, self.tail[i+1])
+        if a < b: put(i, self.whole[i] + a - self.tail[i], np.arange(a, b) - start)
+      self.chunks = {**{c: self.chunks[c] for c in list(self.chunks)[-3:]}, number: (which, index, ids)}
+    return self.chunks[number]
+
+  def _look(self, pos:np.ndarray, column:int) -> np.ndarray:
+    out, chunk = np.empty(len(pos), np.int64), pos // self.step
+    for c in np.unique(chunk).tolist(): out[here] = self._chunk(c)[column][pos[here := chunk == c] - c * self.step]
+    return out
+
+  def ids(self, pos:np.ndarray) -> np.ndarray:
+    pos = np.asarray(pos, np.int64)
+    if len(pos) == 1 and pos[0] < self.full and int(pos[0]) // self.step not in self.chunks:
+      i, u = self.tree.find(int(pos[0]) // self.unit)
+      return self.stream(i).ids(np.array([u * self.unit + int(pos[0]) % self.unit]))
+    return self._look(pos, 2)
+
+  def slice(self, start:int, stop:int, rank:int, ranks:int) -> np.ndarray:
+    pos = np.arange(start, stop)
+    which, n = self._look(pos, 0), len(pos)
+    lane = np.zeros(n, np.int64) if self.mix.lanes == 1 else interleave(self._look(pos, 1), self.mix.lanes)[0]
+    if self.mix.method != "stratified": return pos[np.argsort(lane, kind="stable")[n * rank // ranks:n * (rank + 1) // ranks]]
+    # deal the rows round robin by stream; which row of the stream a rank's share is goes by lane
+    by, turn = np.lexsort([lane, which]), np.arange(n) % ranks
+    return pos[by[turn[np.lexsort([turn, which[by]])] == rank]]
+
+  def reach(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    spread, edge, out = self.tree.spread(), np.array(self.tree.edge), [(np.zeros(0, np.int64),) * 3]
+    for i in (i for i, c in enumerate(self.counts) if c):
+      ends, before, tail = [], self.tree.before[:, i], self.tail[i] - self.whole[i]
+      for side, index in enumerate(self.stream(i).order.reach()):
+        index = index - side   # the last sample
+        unit = np.minimum(index // self.unit, max(0, before[-1] - 1))
+        p = np.minimum(np.searchsorted(before[1:], unit, "right"), len(edge) - 2)
+        part = (unit + side - before[p]) / np.maximum(1, before[p+1] - before[p]) + (spread[p, i] if side else -spread[p, i])
+        at = np.clip(edge[p] + part * (edge[p+1] - edge[p]) + (2 * side - 1), edge[p], edge[p+1]).astype(np.int64) * self.unit
+        ends.append(np.where(index < self.whole[i], at, tail + index + side))
+      out.append((self.mix.shard[self.stream(i).shard], *ends))
+    shard, lo, hi = zip(*out)
+    return np.concatenate(shard), np.concatenate(lo), np.concatenate(hi)
