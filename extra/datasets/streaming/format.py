@@ -1,0 +1,1001 @@
+"""MDS, JSONL, CSV, TSV and XSV shards and the index.json that lists them: encode, decode, write, read, merge.
+
+The layout on disk is that of MosaicML Streaming's MDS v2. Ours beyond it: the encodings `bool` and `bfloat16`, scalar and as `ndarray:bool...`
+and `ndarray:bfloat16...` (16 bits a value), arrays with no dimension or no element, numpy integers in `int`, columns given as numpy arrays for
+`pil`, `jpeg` and `png`, and an index.json stored as zstd or gzip.
+"""
+import bz2, ctypes, decimal, functools, gzip, hashlib, io, json, math, os, pickle, re, shutil, struct, tempfile, weakref, zlib
+from array import array
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Callable, NamedTuple
+import numpy as np
+
+class FormatError(ValueError):
+  """A file or an index that is not what it should be."""
+
+def need(module:str, extra:str, package:str=""):
+  """Import an optional package, or say which extra of this one brings it."""
+  try: return __import__(module)
+  except ImportError as e: raise ImportError(f"{module} is not installed: install the extra [{extra}], or pip install {package or module}") from e
+
+# *** hashes and codecs ***
+
+HASHES = ("blake2b", "blake2s", "md5", "sha1", "sha224", "sha256", "sha384", "sha512", "sha3_224", "sha3_256", "sha3_384", "sha3_512",
+          "xxh32", "xxh64", "xxh128", "xxh3_64", "xxh3_128")
+LEVELS = {"br": (0, 11, 11), "bz2": (1, 9, 9), "gz": (0, 9, 9), "snappy": (0, -1, 0), "zstd": (1, 22, 3)}  # lowest, highest, default
+
+def hasher(algo:str):
+  if algo not in HASHES: raise ValueError(f"unknown hash {algo!r}, have {', '.join(HASHES)}")
+  return getattr(need("xxhash", "hash"), algo)() if algo.startswith("xxh") else hashlib.new(algo, usedforsecurity=False)
+
+def digests(algos, path:str) -> dict[str, str]:
+  """Hash a file with each of `algos` in one pass."""
+  hs = {algo: hasher(algo) for algo in algos}
+  with open(path, "rb") as f:
+    while block := f.read(1 << 20):
+      for h in hs.values(): h.update(block)
+  return {algo: h.hexdigest() for algo, h in hs.items()}
+
+def digest(algo:str, data) -> str:
+  """Hash bytes, or the file at a path, to lower-case hex."""
+  if isinstance(data, (str, os.PathLike)): return digests([algo], os.fspath(data))[algo]
+  (h := hasher(algo)).update(data)
+  return h.hexdigest()
+
+def verify(path:str, file:"File", where:str, hashes:bool=True):
+  """Check the size of a file, and with `hashes` each hash the index has for it. Raises FormatError."""
+  if (size := os.stat(path).st_size) != file.size: raise FormatError(f"{where}: {file.name} has {size} bytes, its index says {file.size}")
+  for algo, hexa in digests(file.hashes, path).items() if hashes and file.hashes else ():
+    if hexa != file.hashes[algo]: raise FormatError(f"{where}: {file.name} has {algo} {hexa}, its index says {file.hashes[algo]}")
+
+def codec(compression:str) -> tuple[str, int]:
+  """Split `"zstd:7"` into its code and level. Raises ValueError."""
+  code, _, level = compression.partition(":")
+  if code not in LEVELS: raise ValueError(f"unknown compression {compression!r}, have {', '.join(LEVELS)}")
+  low, high, default = LEVELS[code]
+  if ":" not in compression: return code, default
+  if not (level.isascii() and level.isdigit() and low <= int(level) <= high):
+    raise ValueError(f"compression {compression!r}: {code} has " + (f"levels {low} to {high}" if low <= high else "no levels"))
+  return code, int(level)
+
+def _std_zstd():
+  try: from compression import zstd  # Python 3.14
+  except ImportError: return None
+  return zstd
+
+def compress(compression:str, data) -> bytes:
+  code, level = codec(compression)
+  if code == "gz": return gzip.compress(data, level, mtime=0)
+  if code == "bz2": return bz2.compress(data, level)
+  if code == "zstd" and (std := _std_zstd()): return std.compress(data, level)
+  cramjam = need("cramjam", "codecs")
+  if code == "snappy": return cramjam.snappy.compress_raw(data)
+  return {"br": cramjam.brotli, "zstd": cramjam.zstd}[code].compress(data, level)
+
+def decompress(compression:str, data, size:int, where:str):
+  """Decompress to exactly `size` bytes, never more whatever the data says. Raises FormatError."""
+  code, _ = codec(compression)
+  make: Callable|None = {"gz": lambda: zlib.decompressobj(31), "bz2": bz2.BZ2Decompressor}.get(code)
+  if code == "zstd" and (std := _std_zstd()): make = std.ZstdDecompressor
+  if make is None: cramjam = need("cramjam", "codecs")
+  try:
+    if make is not None:  # members or frames one after another, as gzip, bzip2 and zstd files may hold
+      out, rest = bytearray(), data
+      while rest and len(out) <= size:
+        d = make()
+        out += d.decompress(rest, size + 1 - len(out))
+        if not d.eof: raise FormatError(f"{where}: {code} data is cut or gives more than the {size} bytes of its index")
+        rest = d.unused_data
+      n = len(out)
+    else:
+      out = bytearray(size)
+      into = cramjam.snappy.decompress_raw_into if code == "snappy" else {"br": cramjam.brotli, "zstd": cramjam.zstd}[code].decompress_into
+      n = into(data, out)
+  except FormatError: raise
+  except Exception as e: raise FormatError(f"{where}: not {code} data of {size} bytes ({e})") from e
+  if n != size: raise FormatError(f"{where}: {code} data gives {n} bytes, its index says {size}")
+  return out
+
+# *** encodings ***
+
+DTYPES = {"uint8": 8, "int8": 9, "uint16": 16, "int16": 17, "float16": 18, "uint32": 32, "int32": 33, "float32": 34, "uint64": 64, "int64": 65,
+          "float64": 66}
+_SCALARS = dict(zip((*DTYPES, "bool", "bfloat16"), "BbHhe" "IifQqd" "?H"))
+
+class Encoding:
+  """How the values of one column become bytes. `size` is None where it varies; `dtype` and `shape` are those of a numeric column or None;
+  `bfloat16` marks a uint16 dtype that holds bfloat16 bits."""
+  def __init__(self, name:str, encode:Callable[[Any], bytes], decode:Callable[[Any], Any], size:int|None=None, dtype=None,
+               shape:tuple[int, ...]|None=None, bfloat16:bool=False, slow:bool=False):
+    self.name, self.encode, self.decode, self.size, self.shape, self.bfloat16, self.slow = name, encode, decode, size, shape, bfloat16, slow
+    self.dtype = None if dtype is None else np.dtype(dtype)
+  def __repr__(self): return f"Encoding({self.name!r})"
+
+def cast(value, dtype:np.dtype, bfloat16:bool=False) -> np.ndarray:
+  """An array of `dtype` with the same values: integers must be in range, floats may lose digits but not become infinite.
+  For bfloat16, floats are rounded to nearest even and uint16 is taken as the bits. Raises TypeError or ValueError naming the value."""
+  x = np.asarray(value)
+  if x.dtype == dtype: return x
+  if bfloat16:
+    if x.dtype.name == "bfloat16": return x.view(np.uint16)
+    bits = cast(x, np.dtype("<f4")).view(np.uint32) if x.ndim else cast(x[None], np.dtype("<f4")).view(np.uint32)[0]
+    x32 = np.where((bits & 0x7fffffff) > 0x7f800000, bits >> 16 | 64, (bits + (0x7fff + (bits >> 16 & 1))) >> 16)  # NaN stays NaN
+    return x32.astype(np.uint16)
+  if x.dtype.kind == "O" and isinstance(value, int): raise ValueError(f"{value} is out of range for {dtype.name}")
+  if x.dtype.kind not in "biuf" or (x.dtype.kind == "f" and dtype.kind != "f"):
+    raise TypeError(f"{'values' if x.ndim else repr(value)} of type {x.dtype if x.ndim else type(value).__name__} in a column of {dtype.name}")
+  if x.dtype.kind == dtype.kind == "f":
+    with np.errstate(over="ignore"): y = x.astype(dtype)
+    bad = np.isinf(y) & ~np.isinf(x)
+  elif dtype.kind == "f": return x.astype(dtype)
+  else:
+    low, high = (0, 1) if dtype.kind == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
+    if x.dtype.kind == "b" or x.size == 0 or (int(x.min()) >= low and int(x.max()) <= high): return x.astype(dtype)
+    bad, y = (x < low) | (x > high), x
+  if bad.any(): raise ValueError(f"{x[bad].flat[0]} is out of range for {dtype.name}")
+  return y
+
+def _le(dtype:str) -> np.dtype: return np.dtype("uint16" if dtype == "bfloat16" else dtype).newbyteorder("<")
+
+def _scalar(name:str, dtype:str) -> Encoding:
+  st, np_dtype, bf16 = struct.Struct("<" + _SCALARS[dtype]), _le(dtype), dtype == "bfloat16"
+  unpack, kind = st.unpack, np_dtype.type
+  def checked(v):
+    if np.ndim(v): raise TypeError(f"an array in a column of {name}")
+    return cast(v, np_dtype, bf16).tobytes()
+  def encode(v):
+    try: return st.pack(v)
+    except (struct.error, OverflowError, TypeError): return checked(v)
+  decode = (lambda b: unpack(b)[0]) if name == "int" else (lambda b: kind(unpack(b)[0]))
+  return Encoding(name, checked if dtype in ("bool", "bfloat16") else encode, decode, st.size, np_dtype, (), bf16)
+
+def _array(name:str, dtype:str|None, shape:tuple[int, ...]|None) -> Encoding:
+  fixed, bf16, by_code = None if dtype is None else _le(dtype), dtype == "bfloat16", {v: _le(k) for k, v in DTYPES.items()}
+  def encode(v):
+    x = np.asarray(v) if fixed is None else cast(v, fixed, bf16)
+    head = b""
+    if fixed is None:
+      if x.dtype.name not in DTYPES: raise TypeError(f"array of {x.dtype}: `ndarray` holds {', '.join(DTYPES)}")
+      x, head = x.astype(_le(x.dtype.name), copy=False), bytes([DTYPES[x.dtype.name]])
+    if shape is not None:
+      if x.shape != shape: raise ValueError(f"array of shape {x.shape} in a column of {shape}")
+    else:
+      if x.ndim > 63: raise ValueError(f"array with {x.ndim} dimensions, at most 63 can be stored")
+      width = sum(max(x.shape, default=0) >> bits > 0 for bits in (8, 16, 32))
+      head += bytes([x.ndim << 2 | width]) + np.array(x.shape, f"<u{1 << width}").tobytes()
+    return head + x.tobytes()
+  def decode(b):
+    at, dt = 0, fixed
+    if dt is None:
+      if not len(b) or b[0] not in by_code: raise ValueError(f"unknown dtype byte {b[0] if len(b) else 'missing'}")
+      dt, at = by_code[b[0]], 1
+    dims = shape
+    if dims is None:
+      if len(b) <= at: raise ValueError("array header is cut")
+      ndim, width = b[at] >> 2, 1 << (b[at] & 3)
+      if len(b) < at + 1 + ndim * width: raise ValueError("array header is cut")
+      dims = tuple(np.frombuffer(b, f"<u{width}", ndim, at + 1).tolist())
+      at += 1 + ndim * width
+    if math.prod(dims) * dt.itemsize != len(b) - at: raise ValueError(f"array of {dims} {dt.name} in {len(b) - at} bytes")
+    return np.frombuffer(b, dt, offset=at).reshape(dims) if len(b) > at else np.empty(dims, dt)
+  size = None if shape is None else math.prod(shape) * fixed.itemsize
+  return Encoding(name, encode, decode, size, fixed if shape is not None else None, shape, bf16)
+
+def _plain(want:type|tuple, to_text:Callable[[Any], str], of_text:Callable[[str], Any], name:str) -> Encoding:
+  def encode(v):
+    if not isinstance(v, want) or isinstance(v, (bool, np.bool_)): raise TypeError(f"{v!r:.80} of type {type(v).__name__} in a column of {name}")
+    return to_text(v).encode()
+  return Encoding(name, encode, lambda b: of_text(str(b, "utf-8")))
+
+def _to_bytes(v) -> bytes:
+  if not isinstance(v, (bytes, bytearray, memoryview)): raise TypeError(f"{v!r:.80} of type {type(v).__name__} in a column of bytes")
+  return bytes(v)
+
+def _numpy_to_json(v):
+  if isinstance(v, (np.ndarray, np.generic)): return v.tolist()
+  raise TypeError(f"{type(v).__name__} cannot be written as JSON")
+
+def to_json(v) -> str: return json.dumps(v, default=_numpy_to_json, allow_nan=False)
+
+def _pil(): return need("PIL.Image", "images", "Pillow").Image
+
+def _to_image(v):
+  if not isinstance(v, np.ndarray): return v
+  return _pil().fromarray(v[:, :, 0] if v.ndim == 3 and v.shape[2] == 1 else v)
+
+def _of_image(im) -> np.ndarray:
+  """HWC array of an image: uint8, or the wider dtype of modes such as I;16; palettes and other colour spaces become RGB or RGBA."""
+  if im.mode in ("P", "PA"): im = im.convert("RGBA" if im.mode == "PA" or "transparency" in im.info else "RGB")
+  elif im.mode in ("CMYK", "YCbCr"): im = im.convert("RGB")
+  elif im.mode == "1": im = im.convert("L")
+  x = np.asarray(im)
+  return x if x.ndim == 3 else x[:, :, None]
+
+def _save_image(v, form:str) -> bytes:
+  im = _to_image(v)
+  if not hasattr(im, "save"): raise TypeError(f"{type(v).__name__} in a column of {form.lower()}: give an image, an array or the file's bytes")
+  if form == "JPEG" and im.format == form and os.path.isfile(name := getattr(im, "filename", "")):
+    with open(name, "rb") as f: return f.read()
+  im.save(out := io.BytesIO(), format=form)
+  return out.getvalue()
+
+def _encode_pil(v) -> bytes:
+  im = _to_image(v)
+  if not hasattr(im, "tobytes"): raise TypeError(f"{type(v).__name__} in a column of pil: give an image or an array")
+  mode = im.mode.encode()
+  return struct.pack("<3I", *im.size, len(mode)) + mode + im.tobytes()
+
+def _decode_pil(b) -> np.ndarray:
+  width, height, n = struct.unpack("<3I", b[:12])
+  if n > 16 or width * height > 8 * len(b): raise ValueError(f"image of {width} x {height} in {len(b)} bytes")
+  return _of_image(_pil().frombytes(str(b[12:12 + n], "ascii"), (width, height), bytes(b[12 + n:])))
+
+def _pack_list(parts:list[bytes], head:bytes) -> bytes:
+  return head + np.array([len(parts), *map(len, parts)], "<u4").tobytes() + b"".join(parts)
+
+def _unpack_list(b, at:int) -> list:
+  if len(b) < at + 4 or len(b) < at + 4 + 4 * (n := int.from_bytes(b[at:at + 4], "little")): raise ValueError("list header is cut")
+  cuts = np.cumsum([at + 4 + 4 * n, *np.frombuffer(b, "<u4", n, at + 4).tolist()]).tolist()
+  if cuts[-1] != len(b): raise ValueError(f"list of {n} values does not fill its {len(b)} bytes")
+  return [b[i:j] for i, j in zip(cuts, cuts[1:])]
+
+@functools.lru_cache(None)
+def encoding(name:str, decode:bool=True, allow_unsafe_types:bool=False) -> Encoding:
+  """The encoding of this name; `decode=False` gives images as bytes. `float` is only for text shards. Raises ValueError for an unknown name, and for
+  `pkl` without `allow_unsafe_types`."""
+  if name in _SCALARS or name == "int": return _scalar(name, "int64" if name == "int" else name)
+  if name == "bytes": return Encoding(name, _to_bytes, bytes)
+  if name == "str": return _plain(str, str, str, name)
+  if name == "float":
+    e = _plain((float, np.floating), lambda v: str(float(v)), float, name)
+    return Encoding(name, e.encode, e.decode, None, "f8", ())
+  if name == "str_int": return _plain((int, np.integer), str, int, name)
+  if name == "str_float": return _plain((float, np.floating), lambda v: str(float(v)), float, name)
+  if name == "str_decimal": return _plain(decimal.Decimal, str, decimal.Decimal, name)
+  if name == "json": return Encoding(name, lambda v: to_json(v).encode(), lambda b: json.loads(str(b, "utf-8")))
+  if name == "pkl":
+    if not allow_unsafe_types: raise ValueError("columns of pkl can run any code when read: allow_unsafe_types=True allows them")
+    return Encoding(name, pickle.dumps, pickle.loads)
+  if name == "ndarray": return _array(name, None, None)
+  if m := re.fullmatch(r"ndarray:(\w+)(?::(\d{1,18}(?:,\d{1,18})*))?", name):
+    if m[1] in _SCALARS and (m[2] is None or m[2].count(",") < 63):
+      e = _array(name, m[1], None if m[2] is None else tuple(map(int, m[2].split(","))))
+      if (e.size or 0) < 1 << 32: return e
+  if name == "pil": return Encoding(name, _encode_pil, _decode_pil if decode else bytes, slow=True)
+  if name in ("jpeg", "png"):
+    return Encoding(name, lambda v: _save_image(v, name.upper()), (lambda b: _of_image(_pil().open(io.BytesIO(b)))) if decode else bytes, slow=True)
+  if name in ("jpeg_array", "jpegarray"):
+    one = encoding("jpeg", decode)
+    return Encoding(name, lambda v: _pack_list([_to_bytes(x) for x in v], b""), lambda b: [one.decode(x) for x in _unpack_list(b, 0)])
+  if name in ("list[pil]", "list[jpeg]", "list[png]"):
+    each = encoding(name[5:-1], decode)
+    return Encoding(name, lambda v: _pack_list([x if type(x) is bytes else each.encode(x) for x in v], bytes(4)),
+                    lambda b: [each.decode(x) for x in _unpack_list(b, 4)], slow=True)
+  raise ValueError(f"unknown encoding {name!r}")
+
+# *** the index ***
+
+TEXT = {"json": "", "csv": ",", "tsv": "\t", "xsv": ""}  # formats of two files a shard, data and meta, with their separators
+INDEXES = ("index.json", "index.json.zstd", "index.json.gz")  # the names an index may have, in the order they are looked for
+_NAME = re.compile(r"(?![A-Za-z]:)(?:(?!\.\.?/)[^/\\\x00-\x1f\x7f\ud800-\udfff]{1,255}/)*(?!\.\.?$)[^/\\\x00-\x1f\x7f\ud800-\udfff]{1,255}")
+
+@dataclass(frozen=True)
+class Schema:
+  """What the shards of one kind have in common. `sizes` has the bytes of each column, None where they vary."""
+  format:str
+  names:tuple[str, ...]
+  encodings:tuple[str, ...]
+  sizes:tuple[int|None, ...]
+  newline:str = ""
+  separator:str = ""
+  def line(self) -> bytes:
+    """The line that a text shard begins with."""
+    return b"" if self.format == "json" else (self.separator.join(self.names) + self.newline).encode()
+
+class File(NamedTuple):
+  name:str
+  size:int
+  hashes:dict[str, str]
+
+def _no_twins(pairs:list) -> dict:
+  if len(d := dict(pairs)) != len(pairs): raise FormatError(f"a name is there twice among {', '.join(str(k) for k, _ in pairs)[:200]}")
+  return d
+
+def _schema(entry:dict) -> Schema:
+  """The schema of an index entry or a shard's header. Raises FormatError, KeyError or TypeError."""
+  form = entry["format"]
+  if form == "json": names, encodings = tuple(entry["columns"]), tuple(entry["columns"].values())
+  else: names, encodings = tuple(entry["column_names"]), tuple(entry["column_encodings"])
+  sizes = tuple(entry["column_sizes"]) if form == "mds" else (None,) * len(names)
+  if not names or not len(names) == len(encodings) == len(sizes): raise FormatError("its lists of columns differ in length or are empty")
+  if len(set(names)) != len(names): raise FormatError(f"duplicate columns in {', '.join(map(str, names))}")
+  newline, separator = (entry["newline"], TEXT[form] or entry.get("separator", "")) if form in TEXT else ("", "")
+  if form in TEXT and not (isinstance(newline, str) and newline and isinstance(separator, str) and (separator or form == "json")):
+    raise FormatError(f"newline {newline!r} or separator {separator!r} cannot part values")
+  for name, enc, size in zip(names, encodings, sizes):
+    if not isinstance(name, str) or not isinstance(enc, str): raise FormatError(f"column {name!r}: encoding {enc!r}")
+    name.encode()  # a lone surrogate raises
+    if form in TEXT:
+      if enc not in ("str", "int", "float"): raise FormatError(f"column {name!r}: {form} has no type {enc!r}")
+    elif enc == "float" or (size or 0) != (encoding(enc, allow_unsafe_types=True).size or 0) or type(size) not in (int, type(None)):
+      raise FormatError(f"column {name!r}: encoding {enc!r} of size {size!r}")
+  return Schema(form, names, encodings, tuple(s or None for s in sizes), newline, separator)
+
+def _files(entry:dict, kind:str) -> tuple[File, ...]:
+  """The files of an entry: `kind` is raw or zip. Raises FormatError, KeyError or TypeError."""
+  files = []
+  for part in (f"{kind}_data",) if entry["format"] == "mds" else (f"{kind}_data", f"{kind}_meta"):
+    if (d := entry[part]) is None: continue
+    name, size, hashes = d["basename"], d["bytes"], d["hashes"]
+    if type(name) is not str or not _NAME.fullmatch(name): raise FormatError(f"{part} has a name that is not inside the folder: {name!r:.200}")
+    if type(size) is not int or not 0 <= size < 1 << 32: raise FormatError(f"{part} has {size!r:.40} bytes")
+    for algo, hexa in hashes.items():
+      if type(hexa) is not str: raise FormatError(f"{part} has {algo} {hexa!r:.80}")
+    files.append(File(name, size, hashes))
+  return tuple(files)
+
+def _bad_constant(name:str): raise FormatError(f"{name} is not JSON")
+
+def _top(data:bytes):
+  """Yield (key, value, start, stop) of an index: one for every shard, under the key "shards", and one for each other key. Works on pieces of the
+  text, so that neither all of it as str nor all its objects are in memory."""
+  decoder, text, base, at, step = json.JSONDecoder(parse_constant=_bad_constant), "", 0, 0, 1 << 20
+  def more() -> bool:
+    nonlocal text, base, at, step
+    new = data[base + len(text):base + len(text) + step].decode("ascii")
+    text, base, at, step = text[at:] + new, base + at, 0, step * 2 if at == 0 else 1 << 20
+    return bool(new)
+  def value():
+    nonlocal at
+    while True:
+      try: v, stop = decoder.raw_decode(text, at)
+      except json.JSONDecodeError:
+        if not more(): raise
+        continue
+      if stop == len(text) and more(): continue  # a number may go on
+      start, at = base + at, stop
+      return v, start, base + stop
+  def char() -> str:
+    nonlocal at
+    while True:
+      while at < len(text) and text[at] in " \t\r\n": at += 1
+      if at < len(text):
+        at += 1
+        return text[at - 1]
+      if not more(): return ""
+  def skip():
+    nonlocal at
+    if c := char(): at -= 1
+    return c
+  def expect(chars:str) -> str:
+    if not (c := char()) or c not in chars: raise FormatError(f"expected one of {chars} at byte {base + at}, found {c!r}")
+    return c
+  expect("{")
+  while True:
+    skip()
+    key = value()[0]
+    expect(":")
+    skip()
+    if key == "shards":
+      expect("[")
+      while skip() != "]":
+        yield (key, *value())
+        if expect(",]") == "]": break
+        if skip() == "]": raise FormatError("a comma too many")
+      else: expect("]")
+    else: yield (key, *value())
+    if expect(",}") == "}": break
+  if skip(): raise FormatError(f"something after its end, at byte {base + at}")
+
+class Index:
+  """The shards of a dataset, as columns: `samples`, `schema` (number into `schemas`), `raw_size` and `zip_size` in bytes (0 where none).
+  Names and hashes are read from the kept text when asked for."""
+  def __init__(self, data:bytes, where:str, samples, schema, raw_size, zip_size, starts, stops, schemas:list[Schema]):
+    self.data, self.where, self.schemas = data, where, schemas
+    self.samples, self.schema, self.raw_size = np.array(samples, np.int64), np.array(schema, np.int32), np.array(raw_size, np.int64)
+    self.zip_size, self.starts, self.stops = np.array(zip_size, np.int64), np.array(starts, np.int64), np.array(stops, np.int64)
+  def __len__(self): return len(self.samples)
+
+  @classmethod
+  def parse(cls, data:bytes, where:str) -> "Index":
+    """Read the bytes of an index.json, which may be zstd or gzip. Raises FormatError naming the entry."""
+    cols = tuple(array("q") for _ in range(6))
+    schemas:dict[tuple, int] = {}
+    known, version, entry = None, None, "its top level"
+    try:
+      data = _inflate_index(data, where)
+      if not data.isascii(): data = json.dumps(json.loads(data, parse_constant=_bad_constant)).encode()
+      for key, e, start, stop in _top(data):
+        if key == "version": version = e
+        if key != "shards": continue
+        entry = f"shard {len(cols[0])}"
+        form = e["format"]
+        if form != "mds" and form not in TEXT: raise FormatError(f"unknown format {form!r:.40}")
+        if type(e["version"]) is not int or e["version"] != 2: raise FormatError(f"version {e['version']!r:.40}, only 2 can be read")
+        now = (form, e["columns"]) if form == "json" else (form, e["column_names"], e["column_encodings"], e.get("column_sizes"))
+        now = (*now, e.get("newline"), e.get("separator"))
+        if now != known:
+          json.loads(data[start:stop], object_pairs_hook=_no_twins)
+          number, known = schemas.setdefault(_schema(e), len(schemas)), now
+        raw, zipped, n = _files(e, "raw"), _files(e, "zip"), e["samples"]
+        if not raw or (zipped and len(zipped) != len(raw)): raise FormatError("its files are not all there")
+        if type(n) is not int or not 0 <= n <= max(raw[-1].size - 8, 0) // 4: raise FormatError(f"{n!r:.40} samples in {raw[-1].size} bytes")
+        if zipped and (type(e["compression"]) is not str or not codec(e["compression"])): raise FormatError(f"compression {e['compression']!r:.40}")
+        for col, v in zip(cols, (n, number, sum(f.size for f in raw), sum(f.size for f in zipped), start, stop)): col.append(v)
+      entry = "its top level"
+      if type(version) is not int or version != 2: raise FormatError(f"version {version!r:.40}, only 2 can be read")
+    except KeyError as e: raise FormatError(f"{where}: index, {entry}: no {e}") from e
+    except (ValueError, TypeError, AttributeError, RecursionError) as e: raise FormatError(f"{where}: index, {entry}: {e}") from e
+    return cls(data, where, *cols, list(schemas))
+
+  def entry(self, shard:int) -> dict: return json.loads(self.data[self.starts[shard]:self.stops[shard]])
+  def files(self, shard:int) -> tuple[tuple[File, ...], tuple[File, ...], str|None]:
+    """The raw files and the compressed ones, each (data,) or (data, meta), and the compression. No compressed ones: ()."""
+    e = self.entry(shard)
+    return _files(e, "raw"), _files(e, "zip") if self.zip_size[shard] else (), e["compression"]
+
+  def columns(self, names=None) -> dict[str, str]:
+    """Name -> encoding of the columns, of only `names` if given. Raises FormatError naming shard and column where shards do not agree."""
+    got:dict[str, str] = {}
+    for i, schema in enumerate(self.schemas):
+      here = {n: "jpeg_array" if e == "jpegarray" else e for n, e in zip(schema.names, schema.encodings) if names is None or n in names}
+      if i == 0: got = here
+      for n in dict.fromkeys((*got, *here)):
+        if got.get(n) != here.get(n):
+          shard, what = int(np.argmax(self.schema == i)), f"is {here[n]}" if n in here else "is missing"
+          raise FormatError(f"{self.where}: shard {shard} ({self.files(shard)[0][0].name}): column {n!r} {what}, "
+                            + (f"in shard 0 it is {got[n]}" if n in got else "in shard 0 there is none"))
+    for n in names or ():
+      if n not in got: raise FormatError(f"{self.where}: no column {n!r}, have {', '.join(self.schemas[0].names) if self.schemas else 'no shard'}")
+    return got
+
+def _inflate_index(data:bytes, where:str) -> bytes:
+  if data[:2] == b"\x1f\x8b": code, size = "gz", int.from_bytes(data[-4:], "little")
+  elif data[:4] == b"\x28\xb5\x2f\xfd":  # the content size in the header of a zstd frame, RFC 8878 3.1.1.1
+    flag, single = data[4] >> 6, data[4] >> 5 & 1
+    at, n = 6 - single + (0, 1, 2, 4)[data[4] & 3], (single, 2, 4, 8)[flag]
+    if not n: raise FormatError(f"{where}: a zstd index must tell its size: compress it as a file, not through a pipe")
+    code, size = "zstd", int.from_bytes(data[at:at + n], "little") + (256 if n == 2 else 0)
+  else: return data
+  if size > 1 << 30: raise FormatError(f"{where}: an index of {size} bytes")
+  return bytes(decompress(code, data, size, where))
+
+# *** reading a shard ***
+
+_libc:Any = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype, _libc.mmap.argtypes = ctypes.c_void_p, (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_longlong)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+
+def map_fd(fd:int, size:int, offset:int=0, write:bool=False) -> np.ndarray:
+  """`size` bytes of a file at a page boundary as uint8, shared with all who map it and unmapped with the last view of it. Unlike Python's mmap before
+  3.13 it keeps no descriptor. Raises OSError."""
+  if not size: return np.frombuffer(b"", np.uint8)
+  address = _libc.mmap(None, size, 3 if write else 1, 1, fd, offset)  # PROT_READ 1, PROT_WRITE 2; MAP_SHARED 1
+  if address == ctypes.c_void_p(-1).value: raise OSError(ctypes.get_errno(), f"cannot map {size} bytes: {os.strerror(ctypes.get_errno())}")
+  buf = (ctypes.c_ubyte * size).from_address(address)
+  weakref.finalize(buf, _libc.munmap, address, size).atexit = False
+  return np.frombuffer(buf if write else memoryview(buf).toreadonly(), np.uint8)
+
+def map_file(path:str) -> np.ndarray:
+  fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+  try: return map_fd(fd, os.fstat(fd).st_size)
+  finally: os.close(fd)
+
+@functools.lru_cache(64)
+def _header(text:bytes) -> Schema: return _schema(json.loads(text, object_pairs_hook=_no_twins))
+
+class Shard:
+  """A shard on this disk, mapped and checked against its index. `data` is its (data) file as uint8. Raises FormatError when it is not whole."""
+  def __init__(self, paths:tuple[str, ...], schema:Schema, samples:int, where:str):
+    self.schema, self.samples, self.where, self._plans, self._places = schema, samples, where, {}, {}
+    self.data = map_file(paths[0])
+    meta, text = (map_file(paths[1]), True) if (text := schema.format in TEXT) else (self.data, False)
+    end, head = len(self.data), 4 * samples + 8
+    if len(meta) < head or (n := int(meta[:4].view("<u4")[0])) != samples:
+      raise FormatError(f"{where}: {f'{n} samples' if len(meta) >= head else f'{len(meta)} bytes'} where the index says {samples} samples")
+    self.offsets = off = meta[4:head].view("<u4")
+    config = meta[head:len(meta) if text else off[0]]
+    try: header = _header(config.tobytes())
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e: raise FormatError(f"{where}: unreadable header ({e})") from e
+    if header != schema: raise FormatError(f"{where}: its header has {header}, the index {schema}")
+    sizes = [s or 0 for s in schema.sizes]
+    self._variable = np.cumsum([0] + [not s for s in sizes]).tolist()  # variable columns before each column
+    self._constant = np.cumsum([0] + sizes).tolist()                   # bytes of the fixed columns before each column
+    self._stride = None if text or self._variable[-1] else self._constant[-1]
+    step = np.diff(off)  # uint32: a decrease wraps, and then the steps do not add up
+    least = len(schema.newline.encode()) if text else self._constant[-1] + 4 * self._variable[-1]
+    first = int(off[0])
+    if not (self.data[:first].tobytes() == schema.line() if text else head <= first <= end):
+      raise FormatError(f"{where}: its samples start at byte {first} of {end}")
+    if first + int(step.sum(dtype=np.uint64)) != end or int(off[-1]) != end: raise FormatError(f"{where}: its offsets do not end at byte {end}")
+    if samples and (int(step.min()) < least or (self._stride and int(step.max()) > least)):
+      row = int(np.argmax((step != least) if self._stride else step < least))
+      raise FormatError(f"{where}: row {row} has {step[row]} bytes, its columns need {least}")
+    self._buffer = memoryview(self.data)
+
+  def _column(self, column:str) -> int:
+    try: return self.schema.names.index(column)
+    except ValueError: raise KeyError(f"{self.where}: no column {column!r}, have {', '.join(self.schema.names)}") from None
+
+  def fixed(self, column:str) -> np.ndarray|None:
+    """The column's bytes as V<size>[samples] over the mapped file, where every column has a fixed size; else None."""
+    i = self._column(column)
+    if self._stride is None: return None
+    return np.ndarray((self.samples,), f"V{self.schema.sizes[i]}", self.data, int(self.offsets[0]) + self._constant[i], (self._stride,))
+
+  def place(self, column:str) -> tuple[int, int]|None:
+    """(address in memory of the column's value in row 0, bytes from row to row), where every column has a fixed size; else None."""
+    if column not in self._places:
+      x = self.fixed(column)
+      self._places[column] = None if x is None else (x.__array_interface__["data"][0], self._stride)
+    return self._places[column]
+
+  def spans(self, rows:np.ndarray, column:str) -> tuple[np.ndarray, np.ndarray]:
+    """First and last byte of the column's values in `data`, int64[n] each, stop exclusive. Not for text shards, whose values must be parsed."""
+    i, k = self._column(column), self._variable[-1]
+    assert self.schema.format == "mds", "text shards have no spans"
+    begin, end = self.offsets[rows].astype(np.int64), self.offsets[1:][rows].astype(np.int64)
+    start = begin + 4 * k + self._constant[i]
+    if not k: return start, start + self.schema.sizes[i]
+    words = np.ndarray((len(self.data) - 3,), "<u4", self.data, 0, (1,))  # a word from every byte
+    total, size = begin + 4 * k + self._constant[-1], self.schema.sizes[i]
+    for j in range(k):
+      length = words[begin + 4 * j].astype(np.int64)
+      total += length
+      if j < self._variable[i]: start += length
+      elif j == self._variable[i] and size is None: stop = start + length
+    if not np.array_equal(total, end): raise FormatError(f"{self.where}: row {rows[np.argmax(total != end)]}: its columns do not fill it")
+    return start, stop if size is None else start + size
+
+  def take(self, start:np.ndarray, size:int) -> np.ndarray:
+    """The `size` bytes at each of `start`, as V<size>[n]: one copy a value."""
+    return np.ndarray((len(self.data) - size + 1,), f"V{size}", self.data, 0, (1,))[start]
+
+  def values(self, rows:np.ndarray, column:str, decode:bool=True, allow_unsafe_types:bool=False) -> list:
+    """The column's decoded values. Raises FormatError naming the row."""
+    if self.schema.format in TEXT: return [self.sample(r, (column,))[column] for r in rows.tolist()]
+    start, stop = self.spans(rows, column)
+    dec, buf, out = encoding(self.schema.encodings[self._column(column)], decode, allow_unsafe_types).decode, self._buffer, []
+    spans = zip(start.tolist(), stop.tolist())
+    if dec is bytes: return [buf[a:b].tobytes() for a, b in spans]
+    try:
+      for a, b in spans: out.append(dec(buf[a:b]))
+    except ImportError: raise
+    except Exception as e: raise self._bad(rows[len(out)], column, e) from e
+    return out
+
+  def _bad(self, row, column:str, e:Exception) -> FormatError: return FormatError(f"{self.where}: row {row}: column {column!r}: {e}")
+
+  def _plan(self, columns:tuple[str, ...]|None, decode:bool, allow_unsafe_types:bool) -> list:
+    """How to read a row: (name, getter of the row) for rows of constant stride, else (name, size, decode or None) for every column."""
+    want = self.schema.names if columns is None else tuple(columns)
+    enc = {n: encoding(self.schema.encodings[self._column(n)], decode, allow_unsafe_types) for n in want}
+    if self._stride is None: return [(n, s, enc[n].decode if n in enc else None) for n, s in zip(self.schema.names, self.schema.sizes)]
+    plan = []
+    for n, e in enc.items():
+      inner = np.empty(e.shape, e.dtype).strides
+      at = int(self.offsets[0]) + self._constant[self._column(n)]
+      x = np.ndarray((self.samples, *e.shape), e.dtype, self.data, at, (self._stride, *inner))
+      plan.append((n, x.item if e.name == "int" else x.__getitem__))
+    return plan
+
+  def sample(self, row:int, columns:tuple[str, ...]|None=None, decode:bool=True, allow_unsafe_types:bool=False) -> dict[str, Any]:
+    """The decoded row as a dict; arrays are read-only views. Raises IndexError, or FormatError naming row and column."""
+    if not 0 <= row < self.samples: raise IndexError(f"{self.where}: no row {row} among {self.samples}")
+    key = (columns, decode, allow_unsafe_types)
+    if (plan := self._plans.get(key)) is None: plan = self._plans[key] = self._plan(*key)
+    if self._stride: return {name: get(row) for name, get in plan}
+    begin, end, buf = self.offsets.item(row), self.offsets.item(row + 1), self._buffer
+    if self.schema.format in TEXT: return self._text(buf[begin:end].tobytes(), row, plan)
+    k = self._variable[-1]
+    lengths, at, out = struct.unpack_from(f"<{k}I", buf, begin), begin + 4 * k, {}
+    if at + self._constant[-1] + sum(lengths) != end: raise FormatError(f"{self.where}: row {row}: its columns do not fill it")
+    it = iter(lengths)
+    try:
+      for name, size, dec in plan:
+        stop = at + (size or next(it))
+        if dec is not None: out[name] = dec(buf[at:stop])
+        at = stop
+    except ImportError: raise
+    except Exception as e: raise self._bad(row, name, e) from e
+    return out
+
+  def _text(self, line:bytes, row:int, plan:list) -> dict[str, Any]:
+    name, kinds = "", {"str": str, "int": int, "float": float}
+    try:
+      text, newline = line.decode(), self.schema.newline
+      if not text.endswith(newline): raise ValueError("it does not end in the newline of its header")
+      text = text[:-len(newline)]
+      if self.schema.format == "json":
+        got = json.loads(text)
+        for name, enc in zip(self.schema.names, self.schema.encodings):
+          if type(got[name]) is not kinds[enc]: raise TypeError(f"{got[name]!r:.80} is not {enc}")
+      else:
+        cells = text.split(self.schema.separator)
+        if len(cells) != len(plan): raise ValueError(f"{len(cells)} values for {len(plan)} columns")
+        got = {}
+        for name, enc, cell in zip(self.schema.names, self.schema.encodings, cells): got[name] = kinds[enc](cell)
+      return {name: got[name] for name, _, dec in plan if dec is not None}
+    except (ValueError, TypeError, KeyError, RecursionError) as e: raise self._bad(row, name, e) from e
+
+# *** writing ***
+
+CAP = (1 << 32) - 1  # bytes of a raw file: its offsets are uint32
+SPILL = 1 << 26      # bytes of a shard that wait in memory before they go to an unnamed file
+_SHARD = re.compile(r"shard\.(\d{5,})\.(?:mds|json|csv|tsv|xsv)(?:\.meta)?(?:\.(?:br|bz2|gz|snappy|zstd))?")
+
+def parse_size(size:int|str|None) -> int|None:
+  """Bytes of 1000, "100kb", "64mb" or "1.5gb" (units of 1024); None is no limit. Raises ValueError."""
+  if size is None: return None
+  if isinstance(size, str) and (m := re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)i?b?", size.strip().lower())):
+    size = int(float(m[1]) * 1024 ** " kmgt".index(m[2] or " "))
+  if type(size) is not int or not 0 < size <= CAP: raise ValueError(f"size limit {size!r}: give 1 byte to just under 4gb")
+  return size
+
+class _Writer:
+  """What the writers share. Rows gather in memory; a full shard is hashed, compressed, written and uploaded by threads beside the caller, and the
+  index is put in place by `finish`, last."""
+  def __init__(self, out, columns:dict[str, str], form:str, config:dict, compression:str|None, hashes, size_limit, exist_ok:bool, append:bool,
+               workers:int|None):
+    if compression is not None: compress(compression, b"")  # a bad name or an absent package is told now
+    hashes = ["sha1"] if hashes is None else sorted(hashes)
+    if len(set(hashes)) != len(hashes): raise ValueError(f"a hash is there twice in {', '.join(hashes)}")
+    for algo in hashes: hasher(algo)
+    if exist_ok and append: raise ValueError("exist_ok replaces what is there, append adds to it: give one of them")
+    self.workers = workers if workers is not None else min(4, os.cpu_count() or 1) if compression else 1
+    if type(self.workers) is not int or self.workers < 1: raise ValueError(f"workers={workers!r}: give 1 or more")
+    self.config = {**config, "compression": compression, "format": form, "hashes": hashes, "size_limit": parse_size(size_limit), "version": 2}
+    try: self.schema = _schema(self.config)
+    except ValueError as e: raise ValueError(f"columns {columns}: {e}") from e
+    self.header = json.dumps(self.config, sort_keys=True).encode()
+    text, self._hashes, self._compression = form in TEXT, hashes, compression
+    self._line = self.schema.line() if text else b""
+    self._extra, self._limit = 0 if text else 4, min(self.config["size_limit"] or CAP, CAP - len(self._line))
+    self.rows, self._closed, self._made, self._entries, self._old, self._jobs = 0, False, [], [], [], deque()
+    self._start()
+    local, remote = out if isinstance(out, (tuple, list)) else (None, out) if "://" in os.fspath(out) else (out, None)
+    self.remote = None
+    if remote is not None:
+      from .remote import Remote
+      self.remote = Remote(remote)
+    self._scratch = None if local is not None else tempfile.mkdtemp(prefix="streaming-")
+    self.local = self._scratch or os.path.expanduser(os.fspath(local))
+    self._number = self._claim(exist_ok, append)
+    self._pool = ThreadPoolExecutor(self.workers, "streaming-writer")
+
+  def _claim(self, exist_ok:bool, append:bool) -> int:
+    """Make sure that what is there is not harmed, and return the number of the first shard."""
+    there = sorted(os.listdir(self.local)) if os.path.isdir(self.local) else []
+    old = next((n for n in INDEXES if n in there), None)
+    at_remote = self.remote is not None and not old and next((n for n in INDEXES if self.remote.exists(n)), None)
+    if (there or at_remote) and not (exist_ok or append):
+      where, what = (self.local, there[0]) if there else (self.remote.where, at_remote)
+      raise FileExistsError(f"{where} is not empty, it has {what}: exist_ok=True replaces the dataset there, append=True adds to it")
+    numbers = [int(m[1]) for n in there if (m := _SHARD.fullmatch(n))]
+    if append and (old or at_remote):
+      if old:
+        with open(os.path.join(self.local, old), "rb") as f: data = f.read()
+      else: data = self.remote.read(at_remote)
+      index = Index.parse(data, self.local if old else self.remote.where)
+      if len(index) and (have := index.columns()) != (mine := dict(zip(self.schema.names, self.schema.encodings))):
+        raise ValueError(f"{index.where} has the columns {have}, not {mine}")
+      self._old = [index.entry(i) for i in range(len(index))]
+      numbers += [int(m[1]) for e in self._old if (m := _SHARD.fullmatch(e["raw_data"]["basename"]))]
+    os.makedirs(self.local, exist_ok=True)
+    if exist_ok:
+      for n in sorted(there, key=lambda n: n not in INDEXES):  # the index first: what it lists is whole as long as it is there
+        if n in INDEXES or _SHARD.fullmatch(n): os.remove(os.path.join(self.local, n))
+      return 0
+    return max(numbers, default=-1) + 1
+
+  # a shard is made of: lengths of its rows, pieces of their bytes in memory, and before those an unnamed file with what did not stay in memory
+  def _start(self):
+    self._sizes, self._pieces, self._tail, self._spool, self._waiting = array("I"), deque(), bytearray(), None, 0
+    self._bytes = 8 + len(self.header) if self.schema.format == "mds" else 0
+
+  def write(self, sample:dict[str, Any]):
+    """Add a row: a dict with a value for each column. Raises ValueError or TypeError naming column and row."""
+    self._add(self._row(sample, self.rows))
+
+  def write_batch(self, batch:dict[str, Any]):
+    """Add many rows: a dict with an array (n, ...) or a sequence of n values for each column. Raises as `write` does, before any row is added."""
+    for row in self._rows(batch): self._add(row)
+
+  def _rows(self, batch:dict[str, Any]) -> list[bytes]:
+    names = self.schema.names
+    if missing := [n for n in names if n not in batch]: raise ValueError(f"row {self.rows}: no value for column {missing[0]!r}")
+    if len(counts := {len(batch[n]) for n in names}) != 1: raise ValueError(f"row {self.rows}: columns of {', '.join(map(str, sorted(counts)))} rows")
+    return [self._row(dict(zip(names, vals)), self.rows + i) for i, vals in enumerate(zip(*(batch[n] for n in names)))]
+
+  def _bad(self, sample:dict, row:int, column:str, e:Exception) -> Exception:
+    if column not in sample: return ValueError(f"row {row}: no value for column {column!r}")
+    return (TypeError if isinstance(e, TypeError) else ValueError)(f"row {row}: column {column!r}: {e}")
+
+  def _add(self, row:bytes):
+    if self._closed: raise RuntimeError(f"the writer of {self.local} is closed")
+    size = len(row) + self._extra
+    if self._bytes + size > self._limit: self._full(size)
+    self._sizes.append(len(row))
+    self._tail += row
+    self._bytes += size
+    self.rows += 1
+    if len(self._tail) >= 1 << 20: self._pile(self._tail)
+
+  def _full(self, size:int):
+    """Before a row that would pass the limit: end the shard. A row larger than the limit has a shard to itself."""
+    if self._sizes: self._flush()
+    if self._bytes + size > CAP - len(self._line): raise ValueError(f"row {self.rows}: {size} bytes do not fit a shard of 4 GiB")
+
+  def _pile(self, piece):
+    self._pieces.append(piece)
+    self._waiting += len(piece)
+    if piece is self._tail: self._tail = bytearray()
+    if self._waiting > SPILL:
+      if self._spool is None: self._spool = tempfile.TemporaryFile(dir=self.local)
+      while self._pieces: self._spool.write(self._pieces.popleft())
+      self._waiting = 0
+
+  def _flush(self):
+    self._pieces.append(self._tail)
+    if self._spool is not None: self._spool.flush()
+    while len(self._jobs) >= self.workers: self._collect()
+    self._jobs.append(self._pool.submit(self._finish_shard, self._number, self._sizes, self._pieces, self._spool))
+    self._number += 1
+    self._start()
+
+  def _collect(self):
+    self._entries.append(self._jobs[0].result())  # a failed one stays, so that no later call can pass it over
+    self._jobs.popleft()
+
+  def _finish_shard(self, number:int, sizes:array, pieces:deque, spool) -> dict:
+    offsets = np.zeros(len(sizes) + 1, np.int64)
+    np.cumsum(sizes, out=offsets[1:])
+    def body():
+      if spool is not None:
+        with spool:
+          spool.seek(0)
+          while block := spool.read(1 << 20): yield block
+      while pieces: yield pieces.popleft()
+    def counts(first:int): return np.array([len(sizes)], "<u4").tobytes() + (offsets + first).astype("<u4").tobytes()
+    entry, name = {**self.config, "samples": len(sizes)}, f"shard.{number:05}.{self.schema.format}"
+    if self.schema.format == "mds":
+      head = counts(8 + 4 * len(sizes) + len(self.header)) + self.header
+      self._store(entry, "data", name, head, body())
+    else:
+      self._store(entry, "data", name, self._line, body())
+      self._store(entry, "meta", name + ".meta", counts(len(self._line)) + self.header, ())
+    return entry
+
+  def _store(self, entry:dict, part:str, name:str, head:bytes, body):
+    def chain():
+      yield head
+      yield from body
+    def put(name:str, chunks) -> dict:
+      hs, size, path = {algo: hasher(algo) for algo in self._hashes}, 0, os.path.join(self.local, name)
+      with open(path, "xb") as f:
+        self._made.append(path)
+        for c in chunks:
+          f.write(c)
+          size += len(c)
+          for h in hs.values(): h.update(c)
+      if self.remote is not None: self._upload(path, name, size)
+      return {"basename": name, "bytes": size, "hashes": {algo: h.hexdigest() for algo, h in hs.items()}}
+    if self._compression is None: entry[f"raw_{part}"], entry[f"zip_{part}"] = put(name, chain()), None
+    else:
+      raw = b"".join(chain())
+      entry[f"raw_{part}"] = {"basename": name, "bytes": len(raw), "hashes": {algo: digest(algo, raw) for algo in self._hashes}}
+      packed = compress(self._compression, raw)
+      entry[f"zip_{part}"] = put(f"{name}.{codec(self._compression)[0]}", (packed,))
+
+  def _upload(self, path:str, name:str, size:int):
+    self.remote.put(path, name)
+    if (there := self.remote.size(name)) != size: raise OSError(f"{self.remote.at(name)} has {there} bytes after the upload of {size}")
+    if self._scratch: os.remove(path)
+
+  def finish(self):
+    """Write what is left and put the index in place. The end of `with` does it. After an error there is no index."""
+    if self._closed: return
+    try:
+      if self._sizes: self._flush()
+      while self._jobs: self._collect()
+      text = json.dumps({"shards": self._old + self._entries, "version": 2}, sort_keys=True).encode()
+      if self.remote is not None:
+        tmp = os.path.join(self.local, f".index.json.{os.getpid()}.tmp")
+        self._made.append(tmp)
+        with open(tmp, "wb") as f: f.write(text)
+        self._upload(tmp, "index.json", len(text))
+        if not self._scratch: os.replace(tmp, os.path.join(self.local, "index.json"))
+      else: write_atomic(os.path.join(self.local, "index.json"), text)
+    except BaseException:
+      self.abort()
+      raise
+    self._close()
+
+  def abort(self):
+    """Give up: remove the files made here and put no index in place."""
+    if self._closed: return
+    self._close()
+    for path in self._made:
+      if os.path.exists(path): os.remove(path)
+
+  def _close(self):
+    self._closed = True
+    self._pool.shutdown(wait=True, cancel_futures=True)
+    if self._spool is not None: self._spool.close()
+    if self._scratch: shutil.rmtree(self._scratch, ignore_errors=True)
+
+  def __enter__(self): return self
+  def __exit__(self, kind, *_): self.finish() if kind is None else self.abort()
+
+def write_atomic(path:str, data:bytes):
+  """Put a file in place whole or not at all."""
+  tmp = f"{path}.{os.getpid()}.tmp"
+  try:
+    with open(tmp, "wb") as f:
+      f.write(data)
+      f.flush()
+      os.fsync(f.fileno())
+    os.replace(tmp, path)
+  except BaseException:
+    if os.path.exists(tmp): os.remove(tmp)
+    raise
+
+class MDSWriter(_Writer):
+  """Write an MDS dataset.
+
+  out: a folder, a URL, or (folder, URL) to keep both; each shard is uploaded when it is done, the index last. columns: name -> encoding.
+  compression: "zstd:7", "gz", ... hashes: names of hashes of each file; None is sha1, [] none. size_limit: bytes of a raw shard ("64mb", None for as
+  much as fits 4 GiB). A folder that is not empty is refused, unless exist_ok=True (the dataset there is replaced) or append=True (rows are added
+  in new shards). workers: threads that hash, compress, write and upload, each with one shard in memory.
+
+  ```python
+  with MDSWriter("data/digits", {"image": "ndarray:uint8:8,8", "label": "uint8"}) as w: w.write({"image": x, "label": 3})
+  ```
+  """
+  def __init__(self, out, columns:dict[str, str], *, compression:str|None=None, hashes:list[str]|None=None, size_limit:int|str|None="64mb",
+               exist_ok:bool=False, append:bool=False, workers:int|None=None):
+    names = sorted(columns)
+    encs = [encoding(columns[n], allow_unsafe_types=True) for n in names]
+    config = {"column_encodings": [e.name for e in encs], "column_names": names, "column_sizes": [e.size for e in encs]}
+    self._plan = [(n, e.encode, e.size) for n, e in zip(names, encs)]
+    self._encs, self._stride = encs, sum(e.size or 0 for e in encs) if all(e.size for e in encs) else None
+    super().__init__(out, columns, "mds", config, compression, hashes, size_limit, exist_ok, append, workers)
+
+  def _row(self, sample:dict[str, Any], row:int) -> bytes:
+    lengths, values, name = [], [], ""
+    try:
+      for name, encode, size in self._plan:
+        v = sample[name]
+        if type(v) is not bytes: v = encode(v)
+        if not size: lengths.append(len(v))
+        elif len(v) != size: raise ValueError(f"{len(v)} bytes in a column of {size}")
+        values.append(v)
+    except ImportError: raise
+    except Exception as e: raise self._bad(sample, row, name, e) from e
+    return struct.pack(f"<{len(lengths)}I", *lengths) + b"".join(values) if lengths else b"".join(values)
+
+  def write_batch(self, batch:dict[str, Any]):
+    if not self._stride: return super().write_batch(batch)
+    cols = {}
+    try:
+      for (name, *_), e in zip(self._plan, self._encs): cols[name] = cast(batch[name], e.dtype, e.bfloat16)
+      n = len(next(iter(cols.values())))
+      if any(cols[name].shape != (n, *e.shape) for (name, *_), e in zip(self._plan, self._encs)): raise ValueError
+    except (KeyError, TypeError, ValueError): return super().write_batch(batch)  # row by row: it finds the one at fault, or bytes
+    if self._closed: raise RuntimeError(f"the writer of {self.local} is closed")
+    at, step = 0, self._stride + 4
+    while at < n:
+      if (room := (self._limit - self._bytes) // step) < 1:
+        self._full(step)
+        room = max((self._limit - self._bytes) // step, 1)
+      m = min(room, n - at, max(1, (4 << 20) // self._stride))
+      piece, offset = np.empty(m * self._stride, np.uint8), 0
+      for (name, *_), e in zip(self._plan, self._encs):
+        inner = np.empty(e.shape, e.dtype).strides
+        np.ndarray((m, *e.shape), e.dtype, piece, offset, (self._stride, *inner))[...] = cols[name][at:at + m]
+        offset += e.size
+      if self._tail: self._pile(self._tail)
+      self._pile(piece.data)
+      self._sizes.extend(array("I", [self._stride]) * m)
+      self._bytes += m * step
+      self.rows += m
+      at += m
+
+_KINDS:dict[str, tuple] = {"str": (str,), "int": (int, np.integer), "float": (float, np.floating)}
+
+def _text_value(v, kind:str):
+  if not isinstance(v, _KINDS[kind]) or isinstance(v, bool): raise TypeError(f"{v!r:.80} of type {type(v).__name__} in a column of {kind}")
+  return v.item() if isinstance(v, np.generic) else v
+
+class JSONWriter(_Writer):
+  """Write a JSONL dataset: a line of JSON a row, columns of `str`, `int` and `float`. Other arguments as MDSWriter. NaN and infinity, which are not
+  JSON, are refused."""
+  def __init__(self, out, columns:dict[str, str], *, newline:str="\n", compression:str|None=None, hashes:list[str]|None=None,
+               size_limit:int|str|None="64mb", exist_ok:bool=False, append:bool=False, workers:int|None=None):
+    super().__init__(out, columns, "json", {"columns": columns, "newline": newline}, compression, hashes, size_limit, exist_ok, append, workers)
+
+  def _row(self, sample:dict[str, Any], row:int) -> bytes:
+    name, got = "", {}
+    try:
+      for name, kind in self.config["columns"].items(): got[name] = _text_value(sample[name], kind)
+      return (json.dumps(got, sort_keys=True, allow_nan=False) + self.config["newline"]).encode()
+    except Exception as e: raise self._bad(sample, row, name, e) from e
+
+class XSVWriter(_Writer):
+  """Write a dataset of lines of values between separators, columns of `str`, `int` and `float`. The separator "," makes CSV shards, tab TSV, any
+  other XSV. Nothing is quoted: a value that holds the separator or the newline is refused. Other arguments as MDSWriter."""
+  def __init__(self, out, columns:dict[str, str], separator:str=",", *, newline:str="\n", compression:str|None=None, hashes:list[str]|None=None,
+               size_limit:int|str|None="64mb", exist_ok:bool=False, append:bool=False, workers:int|None=None):
+    names = sorted(columns)
+    config = {"column_encodings": [columns[n] for n in names], "column_names": names, "newline": newline}
+    form = {",": "csv", "\t": "tsv"}.get(separator, "xsv")
+    for n in names:
+      if separator in n or newline in n: raise ValueError(f"column {n!r} has the separator or the newline in its name")
+    if form == "xsv": config["separator"] = separator
+    super().__init__(out, columns, form, config, compression, hashes, size_limit, exist_ok, append, workers)
+
+  def _row(self, sample:dict[str, Any], row:int) -> bytes:
+    name, cells, separator, newline = "", [], self.schema.separator, self.schema.newline
+    try:
+      for name, kind in zip(self.schema.names, self.schema.encodings):
+        cells.append(cell := str(_text_value(sample[name], kind)))
+        if separator in cell or newline in cell: raise ValueError(f"{cell!r:.80} holds the separator or the newline")
+      return (separator.join(cells) + newline).encode()
+    except Exception as e: raise self._bad(sample, row, name, e) from e
+
+# *** merging ***
+
+def natural(name:str) -> list:
+  """A sort key by which part 2 comes before part 10."""
+  return [(0, int(t), t) if t.isdecimal() else (1, 0, t) for t in re.split(r"(\d+)", name)]
+
+def merge_index(*args, keep_local:bool=True, download_timeout:float=60):
+  """Write the index of a dataset whose parts lie in folders below it. `merge_index(out)` finds the parts, at any depth, in natural order;
+  `merge_index(parts, out)` takes the folders or index files given, in that order. `out` is a folder, a URL or (folder, URL); a part may be
+  (folder, URL) too. Shards that `out` lists itself stay, and none is listed twice. No shard is touched; `keep_local` is accepted and has no use.
+  Raises ValueError when there is nothing to merge, FormatError for a bad index."""
+  from .remote import Remote
+  parts, out = (None, args[0]) if len(args) == 1 else args
+  roots = [Remote(os.fspath(o), timeout=download_timeout) for o in (out if isinstance(out, (tuple, list)) else (out,)) if o is not None]
+  bases = [(r.url if "://" in r.url else os.path.abspath(os.path.expanduser(r.url))).rstrip("/") for r in roots]
+  texts:dict[str, str] = {}
+  def add(remote:Remote, name:str, prefix:str, keep=lambda base: True):
+    index = Index.parse(remote.read(name), remote.at(name))
+    for i in range(len(index)):
+      entry = index.entry(i)
+      if not keep(entry["raw_data"]["basename"]): continue
+      for key in ("raw_data", "raw_meta", "zip_data", "zip_meta"):
+        if entry.get(key): entry[key]["basename"] = prefix + entry[key]["basename"]
+      texts.setdefault(entry["raw_data"]["basename"], json.dumps(entry))
+  found:list[tuple[Remote, str, str]] = []
+  if parts is None:
+    for root in roots:
+      names:dict[str, str] = {}
+      for name in sorted((n for n, _ in root.list("")), key=lambda n: INDEXES[::-1].index(b) if (b := n.rpartition("/")[2]) in INDEXES else -1):
+        if name.rpartition("/")[2] in INDEXES: names[name.rpartition("/")[0]] = name
+      found = [(root, names[folder], folder + "/") for folder in sorted(names, key=natural) if folder]
+      if "" in names: add(root, names[""], "", lambda base: "/" not in base)
+      if found: break
+  else:
+    for part in dict.fromkeys(tuple(p) if isinstance(p, list) else p for p in parts):
+      pair = [os.fspath(p) for p in (part if isinstance(part, tuple) else (part,)) if p is not None]
+      path = next((p for p in pair if "://" in p or os.path.exists(p)), pair[0])
+      folder, name = (path.rpartition("/")[0], path.rpartition("/")[2]) if path.rpartition("/")[2] in INDEXES else (path, "")
+      folder, remote = folder if "://" in folder else os.path.abspath(os.path.expanduser(folder)), Remote(folder, timeout=download_timeout)
+      inside = next((folder[len(b) + 1:] for b in bases if folder.startswith(b + "/")), None)
+      if inside is None and "://" not in folder: raise ValueError(f"part {folder} does not lie below {bases[0]}")
+      found.append((remote, name or next((n for n in INDEXES if remote.exists(n)), INDEXES[0]), (inside or folder.rpartition("/")[2]) + "/"))
+  if not found: raise ValueError(f"no index.json below {roots[0].where}: nothing to merge")
+  for f in found: add(*f)
+  text = ('{"version": 2, "shards": [' + ", ".join(texts.values()) + "]}").encode()
+  for root in reversed(roots):  # the remote first: what is here is good only when that is
+    if "://" not in root.url:
+      os.makedirs(folder := os.path.expanduser(root.url), exist_ok=True)
+      write_atomic(os.path.join(folder, "index.json"), text)
+    else:
+      with tempfile.NamedTemporaryFile() as f:
+        f.write(text)
+        f.flush()
+        root.put(f.name, "index.json")
