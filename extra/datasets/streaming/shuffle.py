@@ -1,0 +1,302 @@
+"""Sample orders that can be entered anywhere: which sample stands at a position is computed from the pieces near it, never from an array as long
+as the epoch. Integer arithmetic and exact IEEE division only, so an order is the same on every machine and for every numpy."""
+from __future__ import annotations
+import hashlib
+import numpy as np
+from .partition import interleave, lane_length, lane_order
+
+ALGOS = ("py1s", "py2s", "py1b", "py1br", "py1e", "py1e-iid", "naive")
+U32, U64, MASK = np.uint32, np.uint64, (1 << 64) - 1
+
+# *** hashing and permutations ***
+
+def hash64(*parts:int|str|np.ndarray) -> np.ndarray|int:
+  """Hash integers (modulo 2**64), strings and integer arrays, broadcast together, to uint64 arrays; to an int when no part is an array.
+  Each part is folded in with the finalizer of splitmix64 (Steele, Lea, Flood 2014)."""
+  h = np.zeros(1, U64)
+  for p in parts:
+    if isinstance(p, str): p = int.from_bytes(hashlib.blake2b(p.encode(), digest_size=8).digest(), "little")
+    h = (h ^ (p.astype(U64) if isinstance(p, np.ndarray) else U64(int(p) & MASK))) + U64(0x9E3779B97F4A7C15)
+    h ^= h >> U64(30)
+    h *= U64(0xBF58476D1CE4E5B9)
+    h ^= h >> U64(27)
+    h *= U64(0x94D049BB133111EB)
+    h ^= h >> U64(31)
+  return h if any(isinstance(p, np.ndarray) for p in parts) else int(h[0])
+
+def _hash32(x:np.ndarray) -> np.ndarray:
+  # in place on uint32; the last xor-shift of Wellons' lowbias32 is left out: only the upper bits are used
+  x ^= x >> U32(16)
+  x *= U32(0x21f0aaad)
+  x ^= x >> U32(15)
+  x *= U32(0x735a2d97)
+  return x
+
+def _bits(n:np.ndarray) -> np.ndarray: return np.frexp(n.astype(np.float64))[1]  # bit length of 0 <= n < 2**53
+
+def permute(k:np.ndarray, n:int|np.ndarray, key:int|np.ndarray, at:np.ndarray|None=None) -> np.ndarray:
+  """The image of k under a bijection of [0, n) drawn by a 64-bit key: int64[m] -> int64[m], every k < n < 2**62.
+  n and key are scalars, or arrays of k's length, or with `at` (int64[m]) arrays of which at[i] is the one for k[i].
+  From 256 elements on a 6-round Feistel network over a grid of rows and 2**s columns with cycle walking, below that a sort of hashes."""
+  k, n, key = np.asarray(k, np.int64), np.atleast_1d(np.asarray(n, np.int64)), np.atleast_1d(np.asarray(key, U64))
+  if at is None and max(len(n), len(key)) > 1:
+    n, key = np.broadcast_arrays(n, key)
+    _, first, at = np.unique(hash64(n, key), return_index=True, return_inverse=True)
+    n, key = n[first], key[first]
+  if len(k) == 0: return k
+  if n.min() >= 256: return _feistel(k, n, key, at)
+  if at is None: return _sorted(n, key)[0][k]
+  small = n[at] < 256
+  out, a = np.empty_like(k), at[small]
+  used = np.flatnonzero(np.bincount(a, minlength=len(n)))
+  table, start = _sorted(n[used], key[used])
+  slot = np.zeros(len(n), np.int64)
+  slot[used] = start
+  out[small] = table[slot[a] + k[small]]
+  if len(a) < len(k): out[~small] = _feistel(k[~small], n, key, at[~small])
+  return out
+
+def _sorted(n:np.ndarray, key:np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+  # all permutations of n < 256 elements, end to end, and where each starts: one sort of (which, 32-bit hash, element) packed in 64 bits
+  assert len(n) < 1 << 24
+  start = np.cumsum(n) - n
+  which = np.repeat(np.arange(len(n)), n)
+  j = np.arange(len(which)) - start[which]
+  p = which.astype(U64) << U64(40) | hash64(key[which], j) >> U64(32) << U64(8) | j.astype(U64)
+  p.sort()
+  return (p & U64(255)).astype(np.int64), start
+
+def _feistel(k:np.ndarray, n:np.ndarray, key:np.ndarray, at:np.ndarray|None) -> np.ndarray:
+  top = np.maximum(n, 256) - 1
+  s = (_bits(top) // 2).astype(U32)
+  rows = (top >> s) + 1
+  params = (n, s, rows.astype(U64), rows.astype(U32), *((hash64(key, r) >> U64(32)).astype(U32) for r in range(6)))
+  out, todo = k.copy(), np.arange(len(k))
+  while len(todo):  # what leaves [0, n) walks on along its cycle until it is back: rows * 2**s is at most n + 2**s, so few do
+    n, s, rows, rows32, *keys = params if at is None else (p[at] for p in params)
+    x = out[todo]
+    i, j = (x >> s).astype(U32), x.astype(U32) & (U32(1) << s) - U32(1)
+    for r in range(6):
+      if r & 1: j ^= _hash32(i + keys[r]) >> U32(32) - s
+      else:
+        i += (_hash32(j + keys[r]) * rows >> U64(32)).astype(U32)
+        i -= rows32 * (i >= rows32)
+    out[todo] = x = i.astype(np.int64) << s | j
+    gone = np.flatnonzero(x >= n)
+    todo = todo[gone]
+    if at is not None: at = at[gone]
+  return out
+
+# *** orders ***
+
+class Order:
+  """One epoch's order over pieces (a piece is `count` samples of a shard), laid end to end and cut into `lanes` that never exchange samples.
+
+  count int64[P]; key uint64[P] names the shard a piece is of and is equal for copies of one shard, which `copy` int32[P] numbers; the pieces of
+  each `stream` int32[P] are spread evenly. `block` is the shuffle window in samples. algo None keeps the order given.
+  py1s, py2s: the samples of each shard (py2s: of the whole shard once for all, before lanes cut it, then as py1s); py1b, py1br: then those of
+  blocks, fixed or of random size; py1e: every sample within about half a block of its shard, shards evenly spaced; py1e-iid: the same at
+  independent places; naive: all samples of a lane. Raises ValueError."""
+  def __init__(self, count:np.ndarray, key:np.ndarray, *, seed:int, epoch:int, lanes:int=1, algo:str|None="py1e", block:int|None=None,
+               stream:np.ndarray|None=None, copy:np.ndarray|None=None):
+    if algo is not None and algo not in ALGOS: raise ValueError(f"shuffle_algo {algo!r} is none of {', '.join(ALGOS)}")
+    if lanes < 1: raise ValueError(f"num_canonical_nodes must be at least 1, not {lanes}")
+    self.algo, self.lanes, self.block = algo, lanes, default_block(lanes) if block is None else block
+    if not 1 <= self.block <= 1 << 29: raise ValueError(f"shuffle_block_size must be from 1 to 2**29, not {self.block} (for more there is naive)")
+    count = np.asarray(count, np.int64)
+    if len(count) and count.max() >= 1 << 30: raise ValueError(f"piece {count.argmax()} has {count.max()} samples, the most is 2**30 - 1")
+    self.seed, self.count, self.ident, self.run = seed, count, key, hash64(seed, epoch)
+    keep = np.flatnonzero(count)
+    self.length = int(count.sum())
+    self.cuts = np.append(0, np.cumsum(lane_length(self.length, lanes)))
+    if algo is not None:
+      # the layout of the run, which no epoch changes: shards by a hash, copies of a shard together, streams spread
+      h = hash64(seed, "layout", key[keep])
+      by = keep[np.lexsort([c[keep] for c in (copy, key) if c is not None] + [h] + [c[keep] for c in (stream,) if c is not None])]
+      if stream is not None:
+        head = np.flatnonzero(np.append(True, (np.diff(key[by]) != 0) | (np.diff(stream[by]) != 0)))[:len(by)]
+        due = _due(count[by], stream[by], hash64(seed, "due", key[by]))
+        by = by[np.argsort(np.repeat(due[head], np.diff(np.append(head, len(by)))), kind="stable")]
+      keep = by
+    off = np.cumsum(count[keep]) - count[keep]
+    start = off if lanes == 1 else np.union1d(off, self.cuts[:-1][self.cuts[:-1] < self.length])
+    part = np.searchsorted(off, start, "right") - 1
+    piece, first, n = keep[part], start - off[part], np.diff(np.append(start, self.length))
+    lane = np.searchsorted(self.cuts, start, "right") - 1
+    self.key = hash64(self.run, key[piece], *(() if copy is None else (copy[piece],)), first)
+    if algo is not None:
+      # the epoch's order inside each lane: rounds of copies, shards by another hash, streams spread again
+      groups = [c[piece] for c in (copy, stream) if c is not None] + [lane]
+      by = np.lexsort([self.key] + groups)
+      if stream is not None:
+        due = _due(n[by], lane[by] * (int(stream.max(initial=0)) + 1) + stream[piece[by]], hash64(self.key[by], "due"))
+        by = by[np.lexsort([due, lane[by]])]
+      piece, first, n, self.key = piece[by], first[by], n[by], self.key[by]
+    self.key = hash64(self.key, "part")  # what sorted the pieces must not be seen inside them
+    self.piece, self.first, self.off = piece, first, np.append(0, np.cumsum(n))
+    self.ends = np.searchsorted(self.off, self.cuts)  # lane c holds parts ends[c]:ends[c+1]
+    self.cell = 1 << 14
+    most = len(piece) / max(1, self.length) * self.block
+    while self.cell < min(8 * most, 1 << 18): self.cell *= 2
+    self.start, self.have, self.number = np.zeros(lanes, np.int64), np.zeros(lanes, np.int64), [0] * lanes  # the cell each lane keeps ready
+    self.ready = np.empty((2, lanes, 0), U32)
+
+  def take(self, pos:np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The sample at each position: (index of its piece, its number in the piece's shard), int64[n] each. Quick when a lane's positions go on
+    from the last call's, as those of windows and of ranks' slices do: each lane keeps the samples around."""
+    if len(pos) > 1 << 14:
+      return tuple(np.concatenate(x) for x in zip(*(self.take(pos[i:i + (1 << 14)]) for i in range(0, len(pos), 1 << 14))))
+    lane, entry = interleave(np.asarray(pos, np.int64), self.lanes)
+    out, todo = np.empty((2, len(pos)), np.int64), np.arange(len(pos))
+    while len(todo):
+      l = lane[todo]
+      e = entry[todo] - self.start[l]
+      hit = (e >= 0) & (e < self.have[l])
+      out[:, todo[hit]] = self.ready[:, l[hit], e[hit]]
+      todo = todo[~hit]
+      for l, i in zip(*np.unique(lane[todo], return_index=True)): self._load(int(l), int(entry[todo[i]]))
+    return out[0], out[1]
+
+  def _load(self, lane:int, entry:int):
+    size = int(self.cuts[lane + 1] - self.cuts[lane])
+    if not 0 <= entry < size: raise IndexError(f"no position {entry * self.lanes} in an order of {self.length}")
+    if self.algo in ("py1e", "py1e-iid"): start, part, k = self._window(lane, entry)
+    else:
+      start = entry - entry % self.cell
+      part, k = self._pointwise(lane, np.arange(start, min(start + self.cell, size)))
+    if len(k) > self.ready.shape[2]:
+      wider, self.ready = self.ready, np.empty((2, self.lanes, len(k) + len(k) // 8), U32)
+      self.ready[:, :, :wider.shape[2]] = wider
+    piece, k = self.piece[part], k + self.first[part]
+    if self.algo == "py2s":
+      a, z = int(part.min()), int(part.max()) + 1
+      k = permute(k, self.count[self.piece[a:z]], hash64(self.seed, "whole", self.ident[self.piece[a:z]]), part - a)
+    self.ready[0, lane, :len(k)], self.ready[1, lane, :len(k)] = piece, k
+    self.start[lane], self.have[lane] = start, len(k)
+
+  def reach(self) -> tuple[np.ndarray, np.ndarray]:
+    """The positions between which the samples of each piece lie, (first, last + 1), int64[P] each; 0, 0 for a piece without samples."""
+    lane = np.repeat(np.arange(self.lanes), np.diff(self.ends))
+    lo, size = self.cuts[lane], (self.cuts[1:] - self.cuts[:-1])[lane]
+    a, z = self.off[:-1] - lo, self.off[1:] - lo
+    if self.algo == "naive": a, z = 0 * a, size
+    elif self.algo in ("py1b", "py1br"): a, z = self._blocks(lane, a)[0], self._blocks(lane, z - 1)[1]
+    elif self.algo in ("py1e", "py1e-iid"):
+      far = self.block * 5 // 8 + 2
+      first = np.searchsorted(self.off, np.maximum(lo + a - 2 * far, lo), "right") - 1
+      last = np.searchsorted(self.off, np.minimum(lo + z + 2 * far, lo + size), "left")
+      a, z = self.off[first] - lo, self.off[last] - lo
+    turn = np.argsort(lane_order(self.lanes))[lane]
+    start, stop = np.full(len(self.count), self.length), np.zeros(len(self.count), np.int64)
+    np.minimum.at(start, self.piece, a * self.lanes + turn)
+    np.maximum.at(stop, self.piece, (z - 1) * self.lanes + turn + 1)
+    return np.where(self.count > 0, start, 0), stop
+
+  # *** orders of which each sample is found by itself ***
+
+  def _pointwise(self, lane:int, q:np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(part, sample of the part) at the consecutive entries q of a lane."""
+    lo, size = int(self.cuts[lane]), int(self.cuts[lane + 1] - self.cuts[lane])
+    if self.algo == "naive": q = permute(q, size, hash64(self.run, "lane", lane))
+    if self.algo in ("py1b", "py1br"):
+      number = np.arange(q[0] // self.block - 1, q[-1] // self.block + 4)
+      edge = self._edge(lane, number)
+      at = np.searchsorted(edge, q, "right") - 1
+      q = edge[at] + permute(q - edge[at], np.maximum(1, np.diff(edge)), hash64(self.run, "block", lane, number[:-1]), at)
+    part = np.searchsorted(self.off, lo + q, "right") - 1
+    k = lo + q - self.off[part]
+    if self.algo in (None, "naive"): return part, k
+    a, z = int(part.min()), int(part.max()) + 1
+    return part, permute(k, np.diff(self.off[a:z + 1]), self.key[a:z], part - a)
+
+  def _edge(self, lane:int|np.ndarray, number:np.ndarray) -> np.ndarray:
+    """The entry at which a block of a lane begins. py1br: block 0 is cut short at random, sizes are block * 3/4 to 5/4."""
+    edge = number * self.block
+    if self.algo == "py1br":
+      shift = hash64(self.run, "stagger", np.atleast_1d(lane)) % U64(self.block)
+      jitter = (hash64(self.run, "edge", np.atleast_1d(lane), number) >> U64(32)) * U64(self.block // 8 * 2 + 1) >> U64(32)
+      edge = edge - shift.astype(np.int64) + jitter.astype(np.int64) - self.block // 8
+    return np.clip(edge, 0, (self.cuts[1:] - self.cuts[:-1])[lane])
+
+  def _blocks(self, lane:np.ndarray, entry:np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """[start, stop) of the blocks around entries of lanes."""
+    c = entry // self.block - 1
+    while len(late := np.flatnonzero(self._edge(lane, c + 1) <= entry)): c[late] += 1
+    return self._edge(lane, c), self._edge(lane, c + 1)
+
+  # *** orders by places: each sample has a place on a grid of quarter samples along its lane ***
+
+  def _window(self, lane:int, entry:int) -> tuple[int, np.ndarray, np.ndarray]:
+    """(first entry, part of each sample, sample of the part) of the cell of the grid that holds an entry of a lane."""
+    width, end = 4 * self.cell, self.start[lane] + self.have[lane]
+    c = self.number[lane] + 1 if entry == end else 4 * entry // width
+    low, high = 0, int(4 * (self.cuts[lane + 1] - self.cuts[lane]) - 1) // width
+    while True:
+      c = min(max(c, low), high)
+      start, stop, fill = self._probe(lane, c * width, (c + 1) * width)
+      if entry < start: high, c = c - 1, c - 1 - 4 * (start - entry) // width
+      elif entry >= stop: low, c = c + 1, c + 1 + 4 * (entry - stop) // width
+      else: break
+    self.number[lane] = c
+    return start, *fill()
+
+  def _probe(self, lane:int, t0:int, t1:int):
+    """The entries [start, stop) whose places are in [t0, t1), and a function that makes them."""
+    lo, hi = int(self.cuts[lane]), int(self.cuts[lane + 1])
+    far = self.block * 5 // 8 + 2  # no window is wider than 5/4 block unless its part is
+    a = max(int(self.ends[lane]), int(np.searchsorted(self.off, lo + t0 // 4 - far, "right")) - 1)
+    z = min(int(self.ends[lane + 1]), int(np.searchsorted(self.off, lo + t1 // 4 + far, "left")))
+    n, h, begin = np.diff(self.off[a:z + 1]), hash64(self.key[a:z], "place"), int(self.off[a]) - lo
+    w = np.maximum(n, self.block * 3 // 4 + ((h >> U64(32)) * U64(self.block // 2 + 1) >> U64(32)).astype(np.int64))
+    mid = self.off[a:z] + self.off[a + 1:z + 1] - 2 * lo
+    left, h = 2 * np.maximum(mid - w, 0), h.astype(U32)
+    w = 2 * np.minimum(mid + w, 2 * (hi - lo)) - left
+    if self.algo == "py1e-iid":
+      part = np.repeat(np.arange(z - a), n)
+      k = np.arange(len(part)) - (self.off[a:z] - self.off[a])[part]
+      x = left[part] + (_jitter(k, h[part]) * w.astype(U64)[part] >> U64(32)).astype(np.int64)
+      begin += int((x < t0).sum())
+      part, k, x = (v[np.flatnonzero((x >= t0) & (x < t1))] for v in (part, k, x))
+      def fill():
+        o = _argsort(x - t0)
+        return part[o] + a, k[o]
+      return begin, begin + len(x), fill
+
+    # sample k of a part is at left + (k + u) * w / n, u < 1 from a hash; the step w / n has 32 significant bits and `shift` of them are a fraction
+    shift = 32 - _bits(w // n)
+    step = ((w << shift) // n).astype(U64)
+    shift = shift.astype(U64)
+    def place(k, left, step, shift, h):
+      k = k.astype(U64)
+      return left + ((k * step + (_jitter(k, h) * step >> U64(32))) >> shift).astype(np.int64)
+    def count(t):
+      k = np.minimum((np.clip(t - left, 0, w).astype(U64) << shift) // step, n.astype(U64)).astype(np.int64)
+      return k + ((k < n) & (place(k, left, step, shift, h) < t))
+    c0 = count(t0)
+    m = count(t1) - c0
+    def fill():
+      part = np.repeat(np.arange(z - a), m)
+      k = np.arange(len(part)) + np.repeat(c0 - np.cumsum(m) + m, m)
+      o = _argsort(place(k, left[part], step[part], shift[part], h[part]) - t0)
+      return part[o] + a, permute(k, n, self.key[a:z], part)[o]
+    begin += int(c0.sum())
+    return begin, begin + int(m.sum()), fill
+
+def _jitter(k:np.ndarray, h:np.ndarray) -> np.ndarray: return _hash32(k.astype(U32) * U32(0x9E3779B9) + h).astype(U64)
+
+def _argsort(x:np.ndarray) -> np.ndarray:
+  # stable, 0 <= x < 2**32, by numpy's radix sort of 16 bits
+  o = np.argsort(x.astype(np.uint16), kind="stable")
+  return o if len(x) == 0 or x.max() < 1 << 16 else o[np.argsort((x >> 16).astype(np.uint16)[o], kind="stable")]
+
+def _due(n:np.ndarray, group:np.ndarray, h:np.ndarray) -> np.ndarray:
+  """Where in its group (ascending) each piece of n samples falls, as a fraction of the group's samples: a random point of the stretch it covers."""
+  if len(n) == 0: return np.zeros(0)
+  head = np.flatnonzero(np.append(True, np.diff(group) != 0))
+  size, before = np.diff(np.append(head, len(n))), np.cumsum(n) - n
+  before = before - np.repeat(before[head], size) + ((h >> U64(32)) * n.astype(U64) >> U64(32)).astype(np.int64)
+  return before / np.repeat(np.add.reduceat(n, head), size)
+
+def default_block(lanes:int) -> int:
+  """The shuffle window in samples when none is named."""
+  return max(4_000_000 // lanes, 1 << 18)
