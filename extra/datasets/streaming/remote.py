@@ -65,7 +65,7 @@ class Remote:
   def __setstate__(self, state:dict): self.__dict__.update(state, _thread=threading.local())
 
   def at(self, name:str) -> str: return f"{self.where.rstrip('/')}/{name}" if name else self.where
-  def _path(self, name:str) -> str: return os.path.join(os.path.expanduser(self.url), name)
+  def path(self, name:str) -> str: return os.path.join(os.path.expanduser(self.url), name)
   def _url(self, name:str) -> str:
     u = urlsplit(self.url)
     return urlunsplit(u._replace(path=u.path.rstrip("/") + "/" + quote(name)))
@@ -160,7 +160,7 @@ class Remote:
 
   def _file(self, name:str, sink:Callable[[bytes], Any], size:int|None, span:tuple[int, int]|None, stop:threading.Event|None):
     got, (lo, hi) = 0, span or (0, None)
-    try: f = open(self._path(name), "rb")
+    try: f = open(self.path(name), "rb")
     except OSError as e: raise RemoteError(f"{self.at(name)}: {e.strerror}", 404 if isinstance(e, FileNotFoundError) else 403) from None
     with f:
       f.seek(lo)
@@ -202,7 +202,7 @@ class Remote:
     def once():
       if self.kind == "fsspec": self._call("PUT", name, lambda fs, dst: fs.put_file(path, dst))
       elif self.kind == "file":
-        os.makedirs(os.path.dirname(dst := self._path(name)) or ".", exist_ok=True)
+        os.makedirs(os.path.dirname(dst := self.path(name)) or ".", exist_ok=True)
         shutil.copyfile(path, tmp := f"{dst}.{os.getpid()}.{threading.get_ident()}.tmp")
         os.replace(tmp, dst)
       else:
@@ -225,7 +225,7 @@ class Remote:
         length = self._http_call("HEAD", name, headers={"Accept-Encoding": "identity"}).get("Content-Length")
         if length is None: raise RemoteError(f"HEAD {self.at(name)}: the server does not tell the size")
         return int(length)
-      try: return os.stat(self._path(name)).st_size
+      try: return os.stat(self.path(name)).st_size
       except OSError as e: raise RemoteError(f"{self.at(name)}: {e.strerror}", 404 if isinstance(e, FileNotFoundError) else 403) from None
     return self._attempts("HEAD", name, once)
 
@@ -244,6 +244,6 @@ class Remote:
         return {k: v["size"] for k, v in fs.find(root, detail=True).items()}, self._call("LIST", "", lambda _, base: base.strip("/"))
       found, base = self._attempts("LIST", prefix, lambda: self._call("LIST", prefix, find))
       return sorted((k.strip("/")[len(base) + 1:], v) for k, v in found.items())
-    root = self._path("")
-    return sorted((os.path.relpath(p, root), os.path.getsize(p)) for folder, _, names in os.walk(self._path(prefix)) for n in names
+    root = self.path("")
+    return sorted((os.path.relpath(p, root), os.path.getsize(p)) for folder, _, names in os.walk(self.path(prefix)) for n in names
                   if os.path.isfile(p := os.path.join(folder, n)))
