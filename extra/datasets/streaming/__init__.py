@@ -1,0 +1,5 @@
+from .dataset import StreamingDataset as StreamingDataset
+from .format import MDSWriter as MDSWriter, JSONWriter as JSONWriter, XSVWriter as XSVWriter, merge_index as merge_index
+from .loader import StreamingDataLoader as StreamingDataLoader, load_checkpoint as load_checkpoint, save_checkpoint as save_checkpoint
+from .mix import Stream as Stream
+from .partition import World as World

@@ -1,0 +1,238 @@
+"""A dataset of shards as one long sequence: random access, vectorised reads and the order of an epoch."""
+import bisect, collections, ctypes, functools, threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Callable, Sequence
+import numpy as np
+from .cache import Store
+from .format import Encoding, FormatError, Shard, encoding
+from .mix import Mix, Source, Stream
+from .partition import World
+
+MAX_MAPPED = 1024   # shards kept mapped at once; a mapping holds no descriptor
+SMALL = 1 << 15     # bytes of a value up to which one vectorised copy of all rows is quicker than a memmove a row
+
+# *** the machine's memory as one array, so that rows of many mapped shards are gathered in one call ***
+
+MEMORY = memoryview((ctypes.c_char * (2**63 - 1)).from_address(0)).cast("B")
+
+@functools.lru_cache(256)
+def words(size:int) -> np.ndarray:
+  """V<size>[...]: item a is the `size` bytes at address a + 1. Only for addresses inside mappings that are held."""
+  class Everything: __array_interface__ = {"version": 3, "data": (1, True), "shape": ((2**63 - 1) // size,), "strides": (1,), "typestr": f"|V{size}"}
+  return np.asarray(Everything())
+
+def copy_rows(address:np.ndarray, size:int, out:np.ndarray|None=None) -> np.ndarray:
+  """The `size` bytes at each address, int64[n] -> uint8[n, size], into `out` (contiguous, n * size bytes) if given."""
+  if size <= SMALL:
+    rows = words(size)[address - 1]
+    if out is None: return rows.view(np.uint8).reshape(len(address), size)
+    if len(address): np.copyto(out.reshape(-1).view(np.uint8).view(rows.dtype), rows)
+    return out
+  if out is None: out = np.empty((len(address), size), np.uint8)
+  for to, a in zip(range(out.ctypes.data, out.ctypes.data + size * len(address), size), address.tolist()): ctypes.memmove(to, a, size)
+  return out
+
+def cut(address:np.ndarray, size:np.ndarray, decode:Callable|None) -> list:
+  """The values at `address`, of `size` bytes each: bytes, or what `decode` makes of them."""
+  raw = [MEMORY[a:a + n].tobytes() for a, n in zip(address.tolist(), size.tolist())]
+  return raw if decode is None else [decode(b) for b in raw]
+
+class Ragged:
+  """A column of values of varying size, still where they are mapped: address and size int64[n]."""
+  def __init__(self, address:np.ndarray, size:np.ndarray, enc:Encoding, hold:list[Shard]):
+    self.address, self.size, self.enc, self.hold = address, size, enc, hold
+  def __len__(self) -> int: return len(self.size)
+  def tolist(self) -> list: return cut(self.address, self.size, None if self.enc.name == "bytes" else self.enc.decode)
+  def copy(self, block:np.ndarray):
+    """Lay the values end to end in `block`, uint8[sum of sizes]."""
+    to, at = memoryview(block), 0
+    for a, n in zip(self.address.tolist(), self.size.tolist()):
+      to[at:at + n] = MEMORY[a:a + n]
+      at += n
+
+# *** the dataset ***
+
+class StreamingDataset:
+  """
+  Samples of sharded datasets by number, wherever the shards are.
+
+  `remote` is a path or URL of a folder with an `index.json`, `local` the folder that caches it (default: one under the user's cache folder);
+  one of them alone may be a folder that is read in place. `streams` mixes several instead. A sample is a dict of numpy and Python values;
+  sample `i` of the sequence is the same whatever the shuffle, which only orders epochs.
+
+  - `columns`: read only these. `decode=False` leaves images as the bytes of their files. `allow_unsafe_types` lets pickle columns be read.
+  - `shuffle`, `shuffle_algo`, `shuffle_seed`, `shuffle_block_size`, `num_canonical_nodes`: the order, see `shuffle.Order`. `num_canonical_nodes`
+    defaults to the machines of the first start (1 without shuffle) and is kept in the loader's state. Unlike in MosaicML Streaming no setting
+    depends on how many workers or ranks read.
+  - `epoch_size`, `sampling_method`, `sampling_granularity`, `batching_method`, `on_exhausted`: what makes an epoch, see `mix.Mix`.
+  - `cache_limit`: bytes (or "10gb") that the folder may hold. `download_retry`: attempts after the first; `download_timeout`: seconds after which a
+    transfer that has stalled is given up. `validate_hash`: check the hashes that the index has. `keep_zip`: keep compressed files beside raw ones.
+
+  Raises ValueError, FormatError or RemoteError naming the stream, the shard and what to do.
+  """
+  def __init__(self, remote:str|None=None, local:str|None=None, *, streams:Sequence[Stream]|None=None, split:str|None=None,
+               columns:Sequence[str]|None=None, shuffle:bool=False, shuffle_algo:str="py1e", shuffle_seed:int=9176,
+               shuffle_block_size:int|None=None, num_canonical_nodes:int|None=None, epoch_size:int|str|None=None,
+               sampling_method:str="balanced", sampling_granularity:int|str=1, batching_method:str="random", cache_limit:int|str|None=None,
+               download_retry:int=2, download_timeout:float=60, validate_hash:bool=True, keep_zip:bool=False, decode:bool=True,
+               allow_unsafe_types:bool=False, on_exhausted:str="repeat"):
+    if streams is None: streams = [Stream(remote, local, split=split)]
+    elif remote is not None or local is not None or split is not None: raise ValueError("give streams=, or remote/local/split, not both")
+    elif isinstance(streams, (str, Stream)) or not streams: raise ValueError("streams= is a list of Stream")
+    if isinstance(columns, str): raise ValueError(f"columns={columns!r} is one string, give a list of names")
+    self.streams, self.columns = list(streams), None if columns is None else tuple(columns)
+    self.decode, self.allow_unsafe_types = bool(decode), bool(allow_unsafe_types)
+    self.shuffle_seed, self.num_canonical_nodes, self.batching_method = shuffle_seed, num_canonical_nodes, batching_method
+    self._order = {"shuffle": bool(shuffle), "algo": shuffle_algo, "block": shuffle_block_size, "epoch_size": epoch_size,
+                   "sampling_method": sampling_method, "sampling_granularity": sampling_granularity, "batching_method": batching_method,
+                   "on_exhausted": on_exhausted}
+    self._fetch = {"retry": download_retry, "timeout": download_timeout, "validate_hash": validate_hash, "keep_zip": keep_zip, "limit": cache_limit}
+    self._open()
+
+  def _open(self):
+    with ThreadPoolExecutor(min(32, len(self.streams)), "streaming-open") as pool: self.stores = list(pool.map(self._store, self.streams))
+    indexes = [s.index for s in self.stores]
+    self.first_shard = np.cumsum([0, *map(len, indexes)]).tolist()
+    self.offsets = np.concatenate([[0], np.cumsum(np.concatenate([x.samples for x in indexes]))]).astype(np.int64)
+    self.encodings = self._columns()
+    self._mapped:collections.OrderedDict[int, Shard] = collections.OrderedDict()
+    self._lock, self._mixes = threading.Lock(), {}
+
+  def _store(self, s:Stream) -> Store:
+    own = {"retry": s.download_retry, "timeout": s.download_timeout, "validate_hash": s.validate_hash, "keep_zip": s.keep_zip}
+    options = self._fetch | {k: v for k, v in own.items() if v is not None}
+    return Store(s.remote, s.local, split=s.split, headers=s.headers, auth=s.auth, storage_options=s.storage_options, **options)
+
+  def _columns(self) -> dict[str, Encoding]:
+    """The columns that all streams share, checked to be the same in each. Raises ValueError naming both streams."""
+    per = [(s, x) for s, store in zip(self.streams, self.stores) if len(store.index) for x in [store.index.columns(self.columns)]]
+    if not per: return {}
+    first, want = per[0]
+    for s, have in per[1:]:
+      if have != want:
+        c = next(c for c in sorted(have.keys() | want.keys()) if have.get(c) != want.get(c))
+        raise ValueError(f"streams {first.name} and {s.name} differ in column {c!r}: {want.get(c, 'none')} and {have.get(c, 'none')}; "
+                         "columns= can pick those that they share")
+    return {c: encoding(want[c], self.decode, self.allow_unsafe_types) for c in self.columns or want}
+
+  def __getstate__(self) -> dict:
+    # a worker opens the index from its folder: what travels is small however many shards there are
+    state = {k: v for k, v in self.__dict__.items() if k not in ("stores", "first_shard", "encodings", "_mapped", "_lock", "_mixes")}
+    return state | {"offsets": (len(self.offsets), len(self))}
+  def __setstate__(self, state:dict):
+    self.__dict__.update(state)
+    self._open()
+    if state["offsets"] != (len(self.offsets), len(self)): raise RuntimeError("the dataset's index changed while it was in use")
+
+  def __len__(self) -> int: return int(self.offsets[-1])
+  def __repr__(self) -> str:
+    return f"StreamingDataset({len(self)} samples in {len(self.offsets) - 1} shards of {', '.join(s.name for s in self.streams[:8])})"
+
+  # *** random access ***
+
+  def shard(self, number:int) -> Shard:
+    """Shard `number`, counted over all streams, mapped; fetched first where it is not on this disk."""
+    with self._lock:
+      if (shard := self._mapped.get(number)) is not None:
+        self._mapped.move_to_end(number)
+        return shard
+    stream = bisect.bisect_right(self.first_shard, number) - 1
+    store, i = self.stores[stream], number - self.first_shard[stream]
+    index = store.index
+    for last in (False, True):
+      paths = store.paths(i)
+      try:
+        shard = Shard(paths, index.schemas[index.schema[i]], int(index.samples[i]), f"{store.where}: shard {i}")
+        break
+      except FormatError as e:
+        if last: raise
+        store.bad(i, e)
+    with self._lock:
+      self._mapped[number] = shard
+      while len(self._mapped) > MAX_MAPPED: self._mapped.popitem(last=False)
+    return shard
+
+  def __getitem__(self, at:Any) -> Any:
+    if isinstance(at, (int, np.integer)):
+      i = int(at)
+      if i < 0: i += len(self)
+      if not 0 <= i < len(self): raise IndexError(f"sample {at} of a dataset of {len(self)}")
+      number = bisect.bisect_right(self.offsets, i) - 1
+      return self.shard(number).sample(i - int(self.offsets[number]), self.columns, self.decode, self.allow_unsafe_types)
+    if isinstance(at, slice): at = range(*at.indices(len(self)))
+    return [self[i] for i in self._ids(at).tolist()]
+
+  def _ids(self, ids:Any) -> np.ndarray:
+    ids = np.asarray(ids if isinstance(ids, np.ndarray) else list(ids))
+    if ids.dtype == bool and ids.shape == (len(self),): return np.flatnonzero(ids)
+    if ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iu"): raise TypeError(f"samples are asked for by a row of integers, not {ids!r:.80}")
+    ids = ids.astype(np.int64)
+    ids = np.where(ids < 0, ids + len(self), ids)
+    if len(ids) and not (ids.min() >= 0 and ids.max() < len(self)):
+      raise IndexError(f"sample {ids[(ids < 0) | (ids >= len(self))][0]} of a dataset of {len(self)}")
+    return ids
+
+  def gather(self, ids:Any, columns:Sequence[str]|None=None) -> dict[str, Any]:
+    """Read many samples at once, ids int64[n]: numeric columns as arrays (n, ...), the others as lists of n values."""
+    return {k: v.tolist() if isinstance(v, Ragged) else v for k, v in self.raw(self._ids(ids), columns).items()}
+
+  def raw(self, ids:np.ndarray, columns:Sequence[str]|None=None, new:Callable|None=None) -> dict[str, Any]:
+    """`gather` for ids that are in range, with arrays made by `new(shape, dtype)`, and what varies in size left where it is mapped."""
+    for c in columns or ():
+      if c not in self.encodings: raise ValueError(f"no column {c!r}, have {', '.join(self.encodings)}")
+    number = self.offsets.searchsorted(ids, "right") - 1
+    touched = np.unique(number)
+    shards, which, rows = [self.shard(s) for s in touched.tolist()], touched.searchsorted(number), ids - self.offsets[number]
+    return {c: self._column(c, self.encodings[c], shards, which, rows, new) for c in columns or self.encodings}
+
+  def _column(self, name:str, enc:Encoding, shards:list[Shard], which:np.ndarray, rows:np.ndarray, new:Callable|None) -> Any:
+    if not all(s.schema.format == "mds" for s in shards):
+      values:list = [None] * len(rows)
+      for i, s in enumerate(shards):
+        at = np.flatnonzero(which == i)
+        for j, v in zip(at.tolist(), s.values(rows[at], name, self.decode, self.allow_unsafe_types)): values[j] = v
+      return values if enc.dtype is None else np.asarray(values, enc.dtype)
+    address, size = self._where(name, enc.size or 0, shards, which, rows)
+    if enc.dtype is None or enc.shape is None or not enc.size: return Ragged(address, size, enc, shards)
+    shape = (len(rows), *enc.shape)
+    if new is None: return copy_rows(address, enc.size).view(enc.dtype).reshape(shape)
+    copy_rows(address, enc.size, out := new(shape, enc.dtype))
+    return out
+
+  def _where(self, name:str, size:int, shards:list[Shard], which:np.ndarray, rows:np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Address and size of each row's value, int64[n]; `size` is the column's where it has one."""
+    if all(fixed := [s.place(name) for s in shards]):
+      base, stride = np.array(fixed, np.int64).reshape(-1, 2).T
+      return base[which] + rows * stride[which], np.full(len(rows), size)
+    address, sizes = np.empty(len(rows), np.int64), np.empty(len(rows), np.int64)
+    for i, s in enumerate(shards):
+      at = np.flatnonzero(which == i)
+      start, stop = s.spans(rows[at], name)
+      address[at], sizes[at] = start + s.data.ctypes.data, stop - start
+    return address, sizes
+
+  def python(self, name:str, column:Any) -> list:
+    """A column of `gather` as the list of values that single samples have."""
+    return column.tolist() if name in self.encodings and self.encodings[name].name == "int" and isinstance(column, np.ndarray) else list(column)
+
+  def is_bfloat16(self, name:str) -> bool: return name in self.encodings and self.encodings[name].bfloat16
+
+  # *** the order ***
+
+  def mix(self, lanes:int|None=None, unit:int|None=None, seed:int|None=None) -> Mix:
+    """The order of a run. `lanes` and `seed` default to the dataset's own settings, else one lane a machine."""
+    lanes = lanes or self.num_canonical_nodes or (World.detect().nodes if self._order["shuffle"] else 1)
+    key = (lanes, unit, self.shuffle_seed if seed is None else seed)
+    if key not in self._mixes:
+      sources = [Source(s.name, store.index.samples, s) for s, store in zip(self.streams, self.stores)]
+      self._mixes[key] = Mix(sources, lanes=lanes, unit=unit, seed=key[2], **self._order)
+    return self._mixes[key]
+
+  def epoch_length(self, epoch:int) -> int:
+    """How many samples epoch `epoch` has."""
+    return self.mix().length(epoch)
+
+  def sample_ids(self, epoch:int, start:int, stop:int) -> np.ndarray:
+    """The global ids at positions [start, stop) of an epoch, int64[stop - start]. Raises IndexError outside the epoch."""
+    if not 0 <= start <= stop <= (n := self.epoch_length(epoch)): raise IndexError(f"positions {start}..{stop} of epoch {epoch}, which has {n}")
+    return self.mix().plan(epoch).ids(np.arange(start, stop))
