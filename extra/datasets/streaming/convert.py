@@ -139,7 +139,7 @@ def write_part(job:Job, tell:Tell=lambda *_: None) -> int:
       if sink.keys is not None:
         sink.flush()
         sink.keys.close()
-      if skipped: put(job.outs[split], "skipped.jsonl", "".join(json.dumps(s) + "\n" for s in skipped).encode())
+      if skipped: put(job.outs[split], "skipped.jsonl", "".join(json.dumps(s) + "\n" for s in sorted(skipped, key=lambda s: s["row"])).encode())
       skipped = []
       sink.w.finish()
   except BaseException:
@@ -253,9 +253,17 @@ class Progress:
   def close(self):
     if self.bar is not None: self.bar.update(close=True)
 
+def clear(out:Out):
+  """Remove what a conversion that ended early left in a folder."""
+  if not (local := local_of(out)) or not os.path.isdir(local): return
+  for name in sorted(os.listdir(local), key=lambda n: not n.startswith("index.json")):      # what an index lists is there as long as the index is
+    if re.fullmatch(r"\.?index\.json.*|shard\.\d{5,}\..*|skipped\.jsonl|keys", name): os.remove(os.path.join(local, name))
+
 def run(jobs:list[Job], keep:bool, workers:int, executor:Executor|None, quiet:bool):
   """Do the jobs; with `keep`, those whose folders have no index yet."""
   todo = [job for job in jobs if not keep or any(index_of(out) is None for out in job.outs.values())]
+  for job in todo:
+    for out in job.outs.values(): clear(out)
   progress = Progress(sum(job.size for job in jobs), quiet)
   for job in jobs:
     if job not in todo: progress(job.number, 0, job.size)
@@ -281,7 +289,7 @@ def prepare(out:Out, record:dict, splits:list[str], exist_ok:bool) -> bool:
   if same and not ready: return True
   if local:
     for split in splits:
-      with contextlib.suppress(FileNotFoundError): os.remove(os.path.join(local, split, "index.json"))
+      clear(under(local, split))
       for d in os.listdir(os.path.join(local, split)) if os.path.isdir(os.path.join(local, split)) else ():
         if d.isdigit() and len(d) == 5: shutil.rmtree(os.path.join(local, split, d))
   put(out, "convert.json", json.dumps(record, indent=1).encode())

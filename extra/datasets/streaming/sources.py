@@ -177,13 +177,13 @@ def line_parts(kind:str, files:list[str], opt:Options, extra:Any=None) -> list[P
   return parts
 
 def lines(part:Part) -> Iterator[tuple[list[bytes], int]]:
-  """Blocks of whole lines, and the bytes of the part read so far."""
+  """Blocks of whole lines without their ends, and the bytes of the part read so far."""
   with open_lines(part.file) as (f, raw):
-    if part.file.endswith(PACKED):
-      while block := f.readlines(1 << 20): yield block, raw.tell()
-    else:
-      f.seek(at := part.start)
-      while at < part.stop and (block := f.readlines(min(1 << 20, part.stop - at))): yield block, (at := f.tell()) - part.start
+    packed = part.file.endswith(PACKED)
+    if not packed: f.seek(part.start)
+    while data := f.read(1 << 20 if packed else min(1 << 20, part.stop - f.tell())):
+      if packed or f.tell() < part.stop: data += f.readline()
+      yield data.removesuffix(b"\n").split(b"\n"), raw.tell() - part.start
 
 def first_row(part:Part) -> int:
   """What is to be added to the row numbers of a part: lines are only counted when a message needs it."""

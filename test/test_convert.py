@@ -1,0 +1,279 @@
+import contextlib, glob, gzip, hashlib, io, json, os, struct, subprocess, sys, tempfile, unittest, zlib
+from unittest import mock
+import numpy as np
+from extra.datasets.streaming.convert import ConvertError, convert, main, pairs
+from extra.datasets.streaming import convert as convert_module
+from extra.datasets.streaming.format import Index, Shard
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+DIGITS = os.path.join(ROOT, "examples", "data", "digits.npz")
+
+def rows(folder:str) -> list[dict]:
+  """Every row of a dataset, in order, decoded but for images."""
+  with open(os.path.join(folder, "index.json"), "rb") as f: index = Index.parse(f.read(), folder)
+  out = []
+  for i in range(len(index)):
+    raw, _, _ = index.files(i)
+    shard = Shard(tuple(os.path.join(folder, f.name) for f in raw), index.schemas[index.schema[i]], int(index.samples[i]), folder)
+    out += [shard.sample(r, decode=False) for r in range(shard.samples)]
+  return out
+
+def columns(folder:str) -> dict[str, str]:
+  with open(os.path.join(folder, "index.json"), "rb") as f: return Index.parse(f.read(), folder).columns()
+
+def tree(folder:str) -> dict[str, str]:
+  """Every file of a folder and its hash."""
+  found = {}
+  for d, _, names in os.walk(folder):
+    for n in names:
+      with open(os.path.join(d, n), "rb") as f: found[os.path.relpath(os.path.join(d, n), folder)] = hashlib.sha1(f.read()).hexdigest()
+  return found
+
+def write_idx(path:str, x:np.ndarray):
+  with (gzip.open if path.endswith(".gz") else open)(path, "wb") as f: f.write(struct.pack(f">HBB{x.ndim}I", 0, 8, x.ndim, *x.shape) + x.tobytes())
+
+def png(value:int) -> bytes:
+  def chunk(kind:bytes, data:bytes) -> bytes: return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+  return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", struct.pack(">IIBBBBB", 1, 1, 8, 0, 0, 0, 0)) + chunk(b"IDAT", zlib.compress(bytes([0, value]))) + \
+    chunk(b"IEND", b"")
+
+class ConvertCase(unittest.TestCase):
+  def setUp(self):
+    tmp = tempfile.TemporaryDirectory()
+    self.addCleanup(tmp.cleanup)
+    self.dir, self.out = tmp.name, os.path.join(tmp.name, "out")
+  def path(self, *names:str) -> str:
+    os.makedirs(os.path.dirname(p := os.path.join(self.dir, *names)), exist_ok=True)
+    return p
+  def write(self, name:str, data:bytes|str) -> str:
+    with open(p := self.path(name), "wb") as f: f.write(data if isinstance(data, bytes) else data.encode())
+    return p
+  def npz(self, *, save=np.savez, **arrays) -> str:
+    save(p := self.path("x.npz"), **arrays)
+    return p
+  def jsonl(self, values:list, name:str="x.jsonl") -> str: return self.write(name, "".join(json.dumps(v) + "\n" for v in values))
+
+class TestArrays(ConvertCase):
+  def test_digits(self):
+    s = convert(DIGITS, self.out)
+    self.assertEqual(columns(self.out), {"image": "ndarray:uint8:1,8,8", "label": "uint8"})
+    got, want = rows(self.out), np.load(DIGITS)
+    self.assertEqual(s.rows, {"": 1797})
+    np.testing.assert_array_equal(np.stack([r["image"] for r in got]), want["image"][:, None])
+    self.assertEqual([int(r["label"]) for r in got], want["label"].tolist())
+
+  def test_every_dtype_of_npz(self):
+    arrays = {d: np.arange(24).astype(d).reshape(4, 2, 3) for d in ("uint8", "int16", ">u4", "int64", "float16", ">f4", "float64", "bool")}
+    arrays |= {"one": np.arange(4, dtype=np.int32), "big": np.arange(4).astype(">i8"), "name": np.array(["a", "bé", "", "d"]),
+               "raw": np.array([b"a", b"b", b"", b"dd"]), "f": np.asfortranarray(np.arange(24.).reshape(4, 6))}
+    for save in (np.savez, np.savez_compressed):
+      with self.subTest(save=save.__name__):
+        convert(self.npz(save=save, **arrays), self.out, exist_ok=True)
+        cols = columns(self.out)
+        self.assertEqual((cols["uint8"], cols[">u4"], cols["one"], cols["name"], cols["raw"], cols["bool"]),
+                         ("ndarray:uint8:1,2,3", "ndarray:uint32:2,3", "int32", "str", "bytes", "ndarray:bool:2,3"))
+        for i, r in enumerate(rows(self.out)):
+          for n, a in arrays.items(): np.testing.assert_array_equal(r[n], a[i][None] if n == "uint8" else a[i], n)
+
+  def test_npy_and_declared_shape(self):
+    np.save(p := self.path("x.npy"), x := np.arange(24, dtype=np.uint8).reshape(2, 3, 4))
+    convert(p, self.out, columns={"x": "ndarray:uint8:12"})
+    np.testing.assert_array_equal(np.stack([r["x"] for r in rows(self.out)]), x.reshape(2, 12))
+
+  def test_parts_do_not_change_the_rows(self):
+    x = np.random.default_rng(0).integers(0, 255, (1000, 50), np.uint8)
+    p = self.npz(x=x, y=np.arange(1000))
+    convert(p, self.out, part_size=10_000, size_limit="4kb")
+    self.assertEqual(sorted(n for n in os.listdir(self.out) if n.isdigit()), [f"{i:05}" for i in range(6)])
+    np.testing.assert_array_equal(np.stack([r["x"] for r in rows(self.out)]), x)
+
+  def test_refused(self):
+    for arrays, why in (({"a": np.zeros(3), "b": np.zeros(4)}, "different lengths: a .3., b .4."), ({"a": np.float32(1)}, "a has no rows"),
+                        ({"a": np.zeros(2, complex)}, "a: dtype complex128"), ({"a": np.array(["x", 1], object)}, "pickled"),
+                        ({"a": np.zeros(2, "datetime64[s]")}, "a: dtype datetime64")):
+      with self.subTest(why=why), self.assertRaisesRegex(ValueError, why): convert(self.npz(**arrays), self.out)
+    with open(p := self.npz(a=np.zeros(1000)), "r+b") as f: f.truncate(4000)
+    with self.assertRaises(Exception): convert(p, self.out)
+    self.assertFalse(os.path.exists(os.path.join(self.out, "index.json")))
+
+class TestIdx(ConvertCase):
+  def test_file_and_folder(self):
+    rng = np.random.default_rng(0)
+    sets = {"train": (rng.integers(0, 255, (30, 4, 5), np.uint8), rng.integers(0, 9, 30).astype(np.uint8)),
+            "t10k": (np.zeros((7, 4, 5), np.uint8), np.arange(7, dtype=np.uint8))}
+    for gz in ("", ".gz"):
+      for name, (x, y) in sets.items():
+        write_idx(images := self.path("m" + gz, f"{name}-images-idx3-ubyte{gz}"), x)
+        write_idx(self.path("m" + gz, f"{name}-labels-idx1-ubyte{gz}"), y)
+      with self.subTest(gz=gz):
+        convert(images, self.out, exist_ok=True)
+        np.testing.assert_array_equal([r["label"] for r in rows(self.out)], np.arange(7))
+        self.assertEqual(columns(self.out), {"image": "ndarray:uint8:1,4,5", "label": "uint8"})
+        both = convert(os.path.dirname(images), os.path.join(self.dir, "both" + gz))
+        self.assertEqual(both.rows, {"train": 30, "test": 7})
+        np.testing.assert_array_equal(np.stack([r["image"] for r in rows(os.path.join(both.out, "train"))]), sets["train"][0][:, None])
+
+  def test_refused(self):
+    write_idx(images := self.path("train-images-idx3-ubyte"), np.zeros((3, 2, 2), np.uint8))
+    with self.assertRaisesRegex(FileNotFoundError, "labels are not beside it"): convert(images, self.out)
+    write_idx(self.path("train-labels-idx1-ubyte"), np.zeros(4, np.uint8))
+    with self.assertRaisesRegex(ValueError, "different lengths"): convert(images, self.out)
+    with open(images, "r+b") as f: f.truncate(20)
+    with self.assertRaisesRegex(ValueError, "cut short, 20 bytes where its header needs 28"): convert(images, self.out)
+    with self.assertRaisesRegex(ValueError, "not an idx file"): convert(self.write("x-idx3-ubyte", b"hello"), self.out, kind="idx")
+
+class TestJsonl(ConvertCase):
+  def test_inference(self):
+    values = [{"s": "é", "i": 1, "f": 1.5, "m": 1, "b": True, "l": [1, "x"], "d": {"k": None}, "n": None, "big": 2**70},
+              {"s": "", "i": -2**63, "f": -0.0, "m": 2.5, "b": False, "l": [], "d": {}, "n": 3, "big": 1}]
+    convert(self.jsonl(values), self.out)
+    self.assertEqual(columns(self.out), {"s": "str", "i": "int", "f": "float64", "m": "float64", "b": "bool", "l": "json", "d": "json", "n": "json",
+                                         "big": "str_int"})
+    self.assertEqual(rows(self.out), [{k: v[k] for k in sorted(v)} for v in values])
+
+  def test_columns_only_gz_and_blank_lines(self):
+    with gzip.open(p := self.path("x.jsonl.gz"), "wt") as f: f.write('\n{"a": 1, "b": [1, 2], "c": 0}\n\n{"a": 2, "b": [3, 4]}')
+    convert(p, self.out, columns={"a": "uint8", "b": "ndarray:float32"}, only=["a", "b"])
+    self.assertEqual(columns(self.out), {"a": "uint8", "b": "ndarray:float32"})
+    self.assertEqual([(int(r["a"]), r["b"].tolist()) for r in rows(self.out)], [(1, [1, 2]), (2, [3, 4])])
+
+  def test_a_row_that_does_not_fit(self):
+    good = [{"a": i, "t": "x"} for i in range(1500)]
+    cases = ({"a": "no", "t": "x"}, r"x.jsonl: row 1500: column 'a': 'no'"), ({"t": "x"}, "row 1500: column 'a' is missing"), \
+      ({"a": 1, "t": None}, "row 1500: column 't': None"), ([1], "row 1500: a list, not an object"), \
+      ({"a": 1, "t": "", "z": 5}, "row 1500: column 'z', 5")
+    for bad, why in cases:
+      p = self.jsonl([*good, bad, *good])
+      for part_size in (1 << 28, 5000):
+        with self.subTest(bad=bad, part_size=part_size):
+          with self.assertRaisesRegex(ConvertError, why): convert(p, self.out, part_size=part_size, exist_ok=True)
+          self.assertFalse(os.path.exists(os.path.join(self.out, "index.json")))
+    with self.assertRaisesRegex(ConvertError, "row 1500: .*Expecting"):
+      convert(self.write("y.jsonl", "".join(json.dumps(v) + "\n" for v in good) + "{,\n"), self.out, exist_ok=True)
+
+  def test_skip_bad(self):
+    values = [{"a": i} for i in range(3000)]
+    values[1200], values[2900] = {"a": "x"}, {"b": 1}
+    p = self.jsonl(values)
+    for kwargs in ({}, {"part_size": 3000}, {"shuffle_seed": 1, "part_size": 3000}, {"val": 0.3}):
+      with self.subTest(**kwargs):
+        s = convert(p, self.out, skip_bad=True, exist_ok=True, **kwargs)
+        self.assertEqual((s.skipped, sum(s.rows.values())), (2, 2998))
+        with open(os.path.join(self.out, "skipped.jsonl")) as f: self.assertEqual([json.loads(line)["row"] for line in f], [1200, 2900])
+    self.assertEqual(main([p, self.out, "--exist-ok", "--skip-bad", "--workers", "1"]), 3)
+
+class TestImages(ConvertCase):
+  def test_classes(self):
+    for c, name in enumerate(("cat", "ant", "Bee")):
+      for i in range(3): self.write(f"in/{name}/{i}.png", png(10 * c + i))
+    self.write("in/cat/readme.txt", "x")
+    convert(os.path.join(self.dir, "in"), self.out)
+    self.assertEqual(columns(self.out), {"image": "png", "label": "int"})
+    self.assertEqual([(r["label"], r["image"]) for r in rows(self.out)], [(k, png(10 * c + i)) for k, c in enumerate((2, 1, 0)) for i in range(3)])
+    with open(os.path.join(self.out, "convert.json")) as f: self.assertEqual(json.load(f)["classes"], ["Bee", "ant", "cat"])
+
+  def test_not_an_image(self):
+    self.write("in/a/0.jpg", b"\xff\xd8\xff..")
+    self.write("in/a/1.jpg", "<html>")
+    with self.assertRaisesRegex(ConvertError, "row 1: a/1.jpg is neither"): convert(os.path.join(self.dir, "in"), self.out)
+    self.assertEqual(convert(os.path.join(self.dir, "in"), self.out, skip_bad=True, exist_ok=True).rows, {"": 1})
+    with self.assertRaisesRegex(ValueError, "no class"): convert(self.dir, self.out, kind="images", exist_ok=True)
+
+class TestShuffle(ConvertCase):
+  def test_every_row_once_in_a_seeded_order(self):
+    p = self.npz(x=np.arange(5000), t=np.array([f"{i}" * (i % 7) for i in range(5000)]))
+    seen = []
+    with mock.patch.object(convert_module, "CHUNK", 20_000), mock.patch.object(convert_module, "BUCKET", 9_000):
+      for seed in (1, 1, 2):
+        convert(p, self.out, shuffle_seed=seed, part_size=40_000, size_limit="4kb", exist_ok=True)
+        got = rows(self.out)
+        self.assertTrue(all(r["t"] == f"{r['x']}" * (r["x"] % 7) for r in got))
+        seen.append([int(r["x"]) for r in got])
+        self.assertFalse(os.path.exists(os.path.join(self.out, ".scatter")))
+    self.assertEqual(sorted(seen[0]), list(range(5000)))
+    self.assertEqual(seen[0], seen[1])
+    self.assertNotEqual(seen[0], seen[2])
+    # of a uniform order: ranks do not correlate, and each tenth of the output holds about a tenth of each tenth of the source
+    self.assertLess(abs(np.corrcoef(seen[0], np.arange(5000))[0, 1]), 0.06)
+    table = np.histogram2d(seen[0], np.arange(5000), 10)[0]
+    self.assertLess(((table - 50) ** 2 / 50).sum(), 130)     # chi square of 81 degrees of freedom: 130 has p = 0.0005
+
+  def test_constants_of_the_passes_do_not_change_the_order(self):
+    p, seen = self.npz(x=np.arange(2000)), []
+    for chunk, bucket in ((1000, 5000), (1 << 26, 1 << 26)):
+      with mock.patch.object(convert_module, "CHUNK", chunk), mock.patch.object(convert_module, "BUCKET", bucket):
+        convert(p, self.out, shuffle_seed=1, part_size=4000, exist_ok=True)
+      seen.append([int(r["x"]) for r in rows(self.out)])
+    self.assertEqual(*seen)
+
+  def test_val(self):
+    s = convert(p := self.npz(x=np.arange(5000)), self.out, val=0.1)
+    got = {split: [int(r["x"]) for r in rows(os.path.join(self.out, split))] for split in ("train", "val")}
+    self.assertEqual(sorted(got["train"] + got["val"]), list(range(5000)))
+    self.assertEqual(got["val"], sorted(got["val"]))
+    self.assertTrue(400 < s.rows["val"] < 600)
+    shuffled = convert(p, os.path.join(self.dir, "s"), val=0.1, shuffle_seed=1)
+    self.assertEqual(sum(shuffled.rows.values()), 5000)
+
+class TestAgain(ConvertCase):
+  def test_refused(self):
+    p = self.npz(x=np.arange(10))
+    convert(p, self.out)
+    before = tree(self.out)
+    with self.assertRaisesRegex(FileExistsError, "is a dataset already"): convert(p, self.out)
+    self.assertEqual(tree(self.out), before)
+    convert(p, self.out, exist_ok=True)
+    self.assertEqual(tree(self.out), before)
+    with self.assertRaisesRegex(FileExistsError, "is not empty"): convert(p, os.path.dirname(p))
+
+  def test_goes_on_after_a_kill_and_with_workers(self):
+    """The driver and its workers are killed by SIGKILL in the middle; run again, the output is that of a run that was left alone."""
+    rng = np.random.default_rng(0)
+    p = self.npz(x=rng.integers(0, 255, (40_000, 500), np.uint8), y=np.arange(40_000))
+    for extra in ([], ["--shuffle-seed", "5"]):
+      whole, killed = (os.path.join(self.dir, n + str(len(extra))) for n in ("whole", "killed"))
+      cmd = [sys.executable, "-m", "extra.datasets.streaming.convert", p, "--part-size", "1mb", "--size-limit", "200kb", *extra]
+      self.assertEqual(main([*cmd[3:], whole, "--workers", "1"]), 0)
+      child = subprocess.Popen([*cmd, killed, "--workers", "2"], cwd=ROOT, stdout=subprocess.DEVNULL)
+      parts = os.path.join(killed, ".scatter", "") if extra else killed
+      while child.poll() is None and not os.path.exists(os.path.join(parts, "00003", "index.json")): pass
+      child.kill()
+      self.assertEqual(child.wait(), -9)
+      self.assertFalse(os.path.exists(os.path.join(killed, "index.json")))
+      def times(): return {f: os.stat(f).st_mtime_ns for f in glob.glob(os.path.join(parts, "0*", "index.json"))}
+      done = times()
+      again = subprocess.run([*cmd, killed, "--workers", "2"], cwd=ROOT, capture_output=True, text=True, timeout=120)
+      self.assertEqual((again.returncode, again.stderr), (0, ""))
+      self.assertEqual(tree(killed), tree(whole))
+      if not extra: self.assertEqual(times() | done, times())
+
+  def test_another_conversion_is_not_mixed_in(self):
+    p = self.jsonl([{"a": 1}] * 2000 + [{"a": "x"}])
+    with self.assertRaises(ConvertError): convert(p, self.out, part_size=10_000)
+    with self.assertRaisesRegex(ConvertError, "begun with another compression"): convert(p, self.out, part_size=10_000, compression="gz")
+    with self.assertRaisesRegex(ConvertError, "row 2000"): convert(p, self.out, part_size=10_000)
+    self.assertEqual(convert(p, self.out, skip_bad=True, exist_ok=True).rows, {"": 2000})
+
+class TestCommand(ConvertCase):
+  def test_digits_and_the_lines_it_prints(self):
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+      self.assertEqual(main([DIGITS, self.out, "--compression", "gz:1", "--hashes", "md5,sha1", "--size-limit", "20kb"]), 0)
+    self.assertRegex(said.getvalue(), rf"1,797 rows in \d shards, [\d,]+ bytes, [\d.]+ s: {self.out}")
+    lines = said.getvalue().strip().split("\n")[-3:]
+    scope:dict = {}
+    exec("\n".join(lines[:2]), scope)    # the third trains on Tensors
+    self.assertEqual((len(scope["ds"]), lines[2].split()[0]), (1797, "for"))
+
+  def test_errors_are_one_line(self):
+    for args, why in (([self.path("none.npz"), self.out], "[Nn]o such file"), ([DIGITS, self.out, "--columns", "imag=png"], "no column 'imag'"),
+                      ([DIGITS, self.out, "--columns", "image=pngg"], "pngg"), ([DIGITS, self.out, "--compression", "lzma"], "lzma"),
+                      ([ROOT, self.out, "--kind", "idx"], "no images file")):
+      with self.subTest(why=why), contextlib.redirect_stderr(io.StringIO()) as said, contextlib.redirect_stdout(io.StringIO()):
+        self.assertEqual(main(args), 1)
+        self.assertRegex(said.getvalue(), rf"^convert: .*({why}).*\n$")
+
+  def test_pairs(self):
+    self.assertEqual(pairs("a=ndarray:uint8:1,8,8,b=int,c=json"), {"a": "ndarray:uint8:1,8,8", "b": "int", "c": "json"})
+    with self.assertRaises(ConvertError): pairs("a")
+
+if __name__ == "__main__": unittest.main()
