@@ -1,15 +1,15 @@
 """MDS, JSONL, CSV, TSV and XSV shards and the index.json that lists them: encode, decode, write, read, merge.
 
-The layout on disk is that of MosaicML Streaming's MDS v2. Ours beyond it: the encodings `bool` and `bfloat16`, scalar and as `ndarray:bool...`
-and `ndarray:bfloat16...` (16 bits a value), arrays with no dimension or no element, numpy integers in `int`, columns given as numpy arrays for
-`pil`, `jpeg` and `png`, and an index.json stored as zstd or gzip.
+The layout on disk is that of MosaicML Streaming's MDS v2. Ours beyond it: the encodings `bool` and `bfloat16`, alone and as `ndarray:bool...` and
+`ndarray:bfloat16...` (16 bits a value), arrays with no dimension or no element, numpy integers in `int`, numpy arrays as values of `pil`, `jpeg`
+and `png` columns, and an index stored as gzip or zstd.
 """
-import bz2, ctypes, decimal, functools, gzip, hashlib, io, json, math, os, pickle, re, shutil, struct, tempfile, weakref, zlib
+import bz2, ctypes, decimal, functools, gzip, hashlib, io, itertools, json, math, os, pickle, re, shutil, struct, tempfile, weakref, zlib
 from array import array
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Callable, NamedTuple
+from typing import Any, Callable, Iterable, NamedTuple
 import numpy as np
 
 class FormatError(ValueError):
@@ -52,10 +52,10 @@ def verify(path:str, file:"File", where:str, hashes:bool=True):
 
 def codec(compression:str) -> tuple[str, int]:
   """Split `"zstd:7"` into its code and level. Raises ValueError."""
-  code, _, level = compression.partition(":")
+  code, colon, level = compression.partition(":")
   if code not in LEVELS: raise ValueError(f"unknown compression {compression!r}, have {', '.join(LEVELS)}")
   low, high, default = LEVELS[code]
-  if ":" not in compression: return code, default
+  if not colon: return code, default
   if not (level.isascii() and level.isdigit() and low <= int(level) <= high):
     raise ValueError(f"compression {compression!r}: {code} has " + (f"levels {low} to {high}" if low <= high else "no levels"))
   return code, int(level)
@@ -81,19 +81,17 @@ def decompress(compression:str, data, size:int, where:str):
   if code == "zstd" and (std := _std_zstd()): make = std.ZstdDecompressor
   if make is None: cramjam = need("cramjam", "codecs")
   try:
-    if make is not None:  # members or frames one after another, as gzip, bzip2 and zstd files may hold
-      out, rest = bytearray(), data
-      while rest and len(out) <= size:
-        d = make()
-        out += d.decompress(rest, size + 1 - len(out))
-        if not d.eof: raise FormatError(f"{where}: {code} data is cut or gives more than the {size} bytes of its index")
+    if make is not None:
+      out, rest, d = bytearray(), data, None
+      while rest and len(out) <= size:  # there may be several members or frames, one after another
+        out += (d := make()).decompress(rest, size + 1 - len(out))
         rest = d.unused_data
+      if d is None or not d.eof: raise ValueError("it is cut, or holds more")
       n = len(out)
     else:
       out = bytearray(size)
       into = cramjam.snappy.decompress_raw_into if code == "snappy" else {"br": cramjam.brotli, "zstd": cramjam.zstd}[code].decompress_into
       n = into(data, out)
-  except FormatError: raise
   except Exception as e: raise FormatError(f"{where}: not {code} data of {size} bytes ({e})") from e
   if n != size: raise FormatError(f"{where}: {code} data gives {n} bytes, its index says {size}")
   return out
@@ -138,6 +136,10 @@ def cast(value, dtype:np.dtype, bfloat16:bool=False) -> np.ndarray:
   return y
 
 def _le(dtype:str) -> np.dtype: return np.dtype("uint16" if dtype == "bfloat16" else dtype).newbyteorder("<")
+
+def strided(data, offset:int, n:int, stride:int, e:Encoding) -> np.ndarray:
+  """The values of a numeric column that lie `stride` bytes apart in `data`, as an array (n, ...)."""
+  return np.ndarray((n, *e.shape), e.dtype, data, offset, (stride, *np.empty(e.shape, e.dtype).strides))
 
 def _scalar(name:str, dtype:str) -> Encoding:
   st, np_dtype, bf16 = struct.Struct("<" + _SCALARS[dtype]), _le(dtype), dtype == "bfloat16"
@@ -205,6 +207,9 @@ def _to_image(v):
   if not isinstance(v, np.ndarray): return v
   return _pil().fromarray(v[:, :, 0] if v.ndim == 3 and v.shape[2] == 1 else v)
 
+def _open(b):
+  return _of_image(_pil().open(io.BytesIO(b), formats=("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")))  # no EPS, which runs a program
+
 def _of_image(im) -> np.ndarray:
   """HWC array of an image: uint8, or the wider dtype of modes such as I;16; palettes and other colour spaces become RGB or RGBA."""
   if im.mode in ("P", "PA"): im = im.convert("RGBA" if im.mode == "PA" or "transparency" in im.info else "RGB")
@@ -265,7 +270,7 @@ def encoding(name:str, decode:bool=True, allow_unsafe_types:bool=False) -> Encod
       if (e.size or 0) < 1 << 32: return e
   if name == "pil": return Encoding(name, _encode_pil, _decode_pil if decode else bytes, slow=True)
   if name in ("jpeg", "png"):
-    return Encoding(name, lambda v: _save_image(v, name.upper()), (lambda b: _of_image(_pil().open(io.BytesIO(b)))) if decode else bytes, slow=True)
+    return Encoding(name, lambda v: _save_image(v, name.upper()), _open if decode else bytes, slow=True)
   if name in ("jpeg_array", "jpegarray"):
     one = encoding("jpeg", decode)
     return Encoding(name, lambda v: _pack_list([_to_bytes(x) for x in v], b""), lambda b: [one.decode(x) for x in _unpack_list(b, 0)])
@@ -277,190 +282,183 @@ def encoding(name:str, decode:bool=True, allow_unsafe_types:bool=False) -> Encod
 
 # *** the index ***
 
-TEXT = {"json": "", "csv": ",", "tsv": "\t", "xsv": ""}  # formats of two files a shard, data and meta, with their separators
 INDEXES = ("index.json", "index.json.zstd", "index.json.gz")  # the names an index may have, in the order they are looked for
-_NAME = re.compile(r"(?![A-Za-z]:)(?:(?!\.\.?/)[^/\\\x00-\x1f\x7f\ud800-\udfff]{1,255}/)*(?!\.\.?$)[^/\\\x00-\x1f\x7f\ud800-\udfff]{1,255}")
+TEXT = {"json": "", "csv": ",", "tsv": "\t", "xsv": ""}        # the formats of two files a shard, data and meta, and their separators
+CAP = (1 << 32) - 1                                           # bytes of a raw file: its offsets are uint32
+_PART = r"[^/\\.\x00-\x1f\x7f\ud800-\udfff][^/\\\x00-\x1f\x7f\ud800-\udfff]{0,254}"
+_inside = re.compile(rf"(?![A-Za-z]:|index\.json)(?:{_PART}/)*{_PART}").fullmatch  # a name that stays in the folder, not hidden, not an index
 
 @dataclass(frozen=True)
 class Schema:
   """What the shards of one kind have in common. `sizes` has the bytes of each column, None where they vary."""
-  format:str
-  names:tuple[str, ...]
-  encodings:tuple[str, ...]
-  sizes:tuple[int|None, ...]
-  newline:str = ""
-  separator:str = ""
+  format: str
+  names: tuple[str, ...]
+  encodings: tuple[str, ...]
+  sizes: tuple[int|None, ...]
+  newline: str = ""
+  separator: str = ""
+
+  @classmethod
+  def of(cls, entry:dict) -> "Schema":
+    """The schema of an index entry or a shard's header. Raises FormatError, KeyError, TypeError or AttributeError."""
+    if (form := entry["format"]) != "mds" and form not in TEXT: raise FormatError(f"unknown format {form!r:.40}")
+    if form == "json": names, encodings = tuple(entry["columns"]), tuple(entry["columns"].values())
+    else: names, encodings = tuple(entry["column_names"]), tuple(entry["column_encodings"])
+    sizes = tuple(entry["column_sizes"]) if form == "mds" else (None,) * len(names)
+    if not names or not len(names) == len(encodings) == len(sizes): raise FormatError("its lists of columns differ in length or are empty")
+    if len(set(names)) != len(names): raise FormatError(f"duplicate columns in {', '.join(map(str, names))}")
+    newline, separator = (entry["newline"], TEXT[form] or entry.get("separator", "")) if form in TEXT else ("", "")
+    if form in TEXT and not (type(newline) is type(separator) is str and newline and (separator or form == "json")):
+      raise FormatError(f"newline {newline!r} or separator {separator!r} cannot part values")
+    for name, enc, size in zip(names, encodings, sizes):
+      if type(name) is not str or type(enc) is not str: raise FormatError(f"column {name!r}: encoding {enc!r}")
+      name.encode()  # a lone surrogate raises
+      if form in TEXT:
+        if enc not in ("str", "int", "float"): raise FormatError(f"column {name!r}: {form} has no type {enc!r}")
+        if form != "json" and (separator in name or newline in name): raise FormatError(f"column {name!r} has the separator or newline in its name")
+      elif enc == "float" or type(size) not in (int, type(None)) or (size or 0) != (encoding(enc, allow_unsafe_types=True).size or 0):
+        raise FormatError(f"column {name!r}: encoding {enc!r} of size {size!r}")
+    return cls(form, names, encodings, tuple(s or None for s in sizes), newline, separator)
+
   def line(self) -> bytes:
     """The line that a text shard begins with."""
     return b"" if self.format == "json" else (self.separator.join(self.names) + self.newline).encode()
 
 class File(NamedTuple):
-  name:str
-  size:int
-  hashes:dict[str, str]
+  name: str
+  size: int
+  hashes: dict[str, str]
+
+def _parts(entry:dict, kind:str) -> list[dict]:
+  """The files of an index entry that there are; `kind` is raw or zip."""
+  return [d for p in (("data",) if entry["format"] == "mds" else ("data", "meta")) if (d := entry[f"{kind}_{p}"]) is not None]
+
+def _size(d:dict, most:int) -> int:
+  name, size = d["basename"], d["bytes"]
+  if type(name) is not str or not _inside(name): raise FormatError(f"a name that is not allowed in the folder: {name!r:.200}")
+  if type(size) is not int or not 0 <= size <= most: raise FormatError(f"{name} of {size!r:.40} bytes")
+  for hexa in d["hashes"].values():
+    if type(hexa) is not str: raise FormatError(f"{name} with hash {hexa!r:.80}")
+  return size
 
 def _no_twins(pairs:list) -> dict:
   if len(d := dict(pairs)) != len(pairs): raise FormatError(f"a name is there twice among {', '.join(str(k) for k, _ in pairs)[:200]}")
   return d
 
-def _schema(entry:dict) -> Schema:
-  """The schema of an index entry or a shard's header. Raises FormatError, KeyError or TypeError."""
-  form = entry["format"]
-  if form == "json": names, encodings = tuple(entry["columns"]), tuple(entry["columns"].values())
-  else: names, encodings = tuple(entry["column_names"]), tuple(entry["column_encodings"])
-  sizes = tuple(entry["column_sizes"]) if form == "mds" else (None,) * len(names)
-  if not names or not len(names) == len(encodings) == len(sizes): raise FormatError("its lists of columns differ in length or are empty")
-  if len(set(names)) != len(names): raise FormatError(f"duplicate columns in {', '.join(map(str, names))}")
-  newline, separator = (entry["newline"], TEXT[form] or entry.get("separator", "")) if form in TEXT else ("", "")
-  if form in TEXT and not (isinstance(newline, str) and newline and isinstance(separator, str) and (separator or form == "json")):
-    raise FormatError(f"newline {newline!r} or separator {separator!r} cannot part values")
-  for name, enc, size in zip(names, encodings, sizes):
-    if not isinstance(name, str) or not isinstance(enc, str): raise FormatError(f"column {name!r}: encoding {enc!r}")
-    name.encode()  # a lone surrogate raises
-    if form in TEXT:
-      if enc not in ("str", "int", "float"): raise FormatError(f"column {name!r}: {form} has no type {enc!r}")
-    elif enc == "float" or (size or 0) != (encoding(enc, allow_unsafe_types=True).size or 0) or type(size) not in (int, type(None)):
-      raise FormatError(f"column {name!r}: encoding {enc!r} of size {size!r}")
-  return Schema(form, names, encodings, tuple(s or None for s in sizes), newline, separator)
+def _no_constant(name:str): raise FormatError(f"{name} is not JSON")
 
-def _files(entry:dict, kind:str) -> tuple[File, ...]:
-  """The files of an entry: `kind` is raw or zip. Raises FormatError, KeyError or TypeError."""
-  files = []
-  for part in (f"{kind}_data",) if entry["format"] == "mds" else (f"{kind}_data", f"{kind}_meta"):
-    if (d := entry[part]) is None: continue
-    name, size, hashes = d["basename"], d["bytes"], d["hashes"]
-    if type(name) is not str or not _NAME.fullmatch(name): raise FormatError(f"{part} has a name that is not inside the folder: {name!r:.200}")
-    if type(size) is not int or not 0 <= size < 1 << 32: raise FormatError(f"{part} has {size!r:.40} bytes")
-    for algo, hexa in hashes.items():
-      if type(hexa) is not str: raise FormatError(f"{part} has {algo} {hexa!r:.80}")
-    files.append(File(name, size, hashes))
-  return tuple(files)
-
-def _bad_constant(name:str): raise FormatError(f"{name} is not JSON")
-
-def _top(data:bytes):
-  """Yield (key, value, start, stop) of an index: one for every shard, under the key "shards", and one for each other key. Works on pieces of the
-  text, so that neither all of it as str nor all its objects are in memory."""
-  decoder, text, base, at, step = json.JSONDecoder(parse_constant=_bad_constant), "", 0, 0, 1 << 20
-  def more() -> bool:
-    nonlocal text, base, at, step
-    new = data[base + len(text):base + len(text) + step].decode("ascii")
-    text, base, at, step = text[at:] + new, base + at, 0, step * 2 if at == 0 else 1 << 20
+def _walk(data:bytes) -> Iterable[tuple[str, Any, int, int]]:
+  """Yield (key, value, start, stop) of an index: for each shard under the key "shards", and for each other key. It reads the text by the piece, so
+  that it is never all in memory as str or as objects."""
+  decode, mark = json.JSONDecoder(parse_constant=_no_constant).raw_decode, re.compile(r"[ \t\r\n]*([]\[{}:,]?)[ \t\r\n]*").match
+  text, base, at = "", 0, 0  # text[at] is data[base + at]
+  def read(n:int) -> bool:
+    nonlocal text, base, at
+    new = data[base + len(text):base + len(text) + n].decode("ascii")
+    text, base, at = text[at:] + new, base + at, 0
     return bool(new)
-  def value():
-    nonlocal at
-    while True:
-      try: v, stop = decoder.raw_decode(text, at)
-      except json.JSONDecodeError:
-        if not more(): raise
-        continue
-      if stop == len(text) and more(): continue  # a number may go on
-      start, at = base + at, stop
-      return v, start, base + stop
-  def char() -> str:
-    nonlocal at
-    while True:
-      while at < len(text) and text[at] in " \t\r\n": at += 1
-      if at < len(text):
-        at += 1
-        return text[at - 1]
-      if not more(): return ""
-  def skip():
-    nonlocal at
-    if c := char(): at -= 1
-    return c
   def expect(chars:str) -> str:
-    if not (c := char()) or c not in chars: raise FormatError(f"expected one of {chars} at byte {base + at}, found {c!r}")
-    return c
+    nonlocal at
+    if len(text) - at < 1 << 16: read(1 << 20)
+    if not (m := mark(text, at))[1] or m[1] not in chars: raise FormatError(f"expected {' or '.join(chars)} at byte {base + m.end()}")
+    at = m.end()
+    return m[1]
+  def value(key:str) -> tuple[str, Any, int, int]:
+    nonlocal at
+    while True:
+      try: v, stop = decode(text, at)
+      except json.JSONDecodeError:
+        if not read(len(text) - at + (1 << 20)): raise  # twice as much each time
+      else:
+        if stop < len(text) or not read(1 << 20):  # a number may go on
+          start, at = at, stop
+          return key, v, base + start, base + stop
   expect("{")
   while True:
-    skip()
-    key = value()[0]
+    key = value("")[1]
     expect(":")
-    skip()
     if key == "shards":
       expect("[")
-      while skip() != "]":
-        yield (key, *value())
-        if expect(",]") == "]": break
-        if skip() == "]": raise FormatError("a comma too many")
+      while text[at:at + 1] != "]":
+        yield value(key)
+        if text[at:at + 2] == ", ": at += 2
+        elif expect(",]") == "]": break
       else: expect("]")
-    else: yield (key, *value())
+    else: yield value(key)
     if expect(",}") == "}": break
-  if skip(): raise FormatError(f"something after its end, at byte {base + at}")
-
-class Index:
-  """The shards of a dataset, as columns: `samples`, `schema` (number into `schemas`), `raw_size` and `zip_size` in bytes (0 where none).
-  Names and hashes are read from the kept text when asked for."""
-  def __init__(self, data:bytes, where:str, samples, schema, raw_size, zip_size, starts, stops, schemas:list[Schema]):
-    self.data, self.where, self.schemas = data, where, schemas
-    self.samples, self.schema, self.raw_size = np.array(samples, np.int64), np.array(schema, np.int32), np.array(raw_size, np.int64)
-    self.zip_size, self.starts, self.stops = np.array(zip_size, np.int64), np.array(starts, np.int64), np.array(stops, np.int64)
-  def __len__(self): return len(self.samples)
-
-  @classmethod
-  def parse(cls, data:bytes, where:str) -> "Index":
-    """Read the bytes of an index.json, which may be zstd or gzip. Raises FormatError naming the entry."""
-    cols = tuple(array("q") for _ in range(6))
-    schemas:dict[tuple, int] = {}
-    known, version, entry = None, None, "its top level"
-    try:
-      data = _inflate_index(data, where)
-      if not data.isascii(): data = json.dumps(json.loads(data, parse_constant=_bad_constant)).encode()
-      for key, e, start, stop in _top(data):
-        if key == "version": version = e
-        if key != "shards": continue
-        entry = f"shard {len(cols[0])}"
-        form = e["format"]
-        if form != "mds" and form not in TEXT: raise FormatError(f"unknown format {form!r:.40}")
-        if type(e["version"]) is not int or e["version"] != 2: raise FormatError(f"version {e['version']!r:.40}, only 2 can be read")
-        now = (form, e["columns"]) if form == "json" else (form, e["column_names"], e["column_encodings"], e.get("column_sizes"))
-        now = (*now, e.get("newline"), e.get("separator"))
-        if now != known:
-          json.loads(data[start:stop], object_pairs_hook=_no_twins)
-          number, known = schemas.setdefault(_schema(e), len(schemas)), now
-        raw, zipped, n = _files(e, "raw"), _files(e, "zip"), e["samples"]
-        if not raw or (zipped and len(zipped) != len(raw)): raise FormatError("its files are not all there")
-        if type(n) is not int or not 0 <= n <= max(raw[-1].size - 8, 0) // 4: raise FormatError(f"{n!r:.40} samples in {raw[-1].size} bytes")
-        if zipped and (type(e["compression"]) is not str or not codec(e["compression"])): raise FormatError(f"compression {e['compression']!r:.40}")
-        for col, v in zip(cols, (n, number, sum(f.size for f in raw), sum(f.size for f in zipped), start, stop)): col.append(v)
-      entry = "its top level"
-      if type(version) is not int or version != 2: raise FormatError(f"version {version!r:.40}, only 2 can be read")
-    except KeyError as e: raise FormatError(f"{where}: index, {entry}: no {e}") from e
-    except (ValueError, TypeError, AttributeError, RecursionError) as e: raise FormatError(f"{where}: index, {entry}: {e}") from e
-    return cls(data, where, *cols, list(schemas))
-
-  def entry(self, shard:int) -> dict: return json.loads(self.data[self.starts[shard]:self.stops[shard]])
-  def files(self, shard:int) -> tuple[tuple[File, ...], tuple[File, ...], str|None]:
-    """The raw files and the compressed ones, each (data,) or (data, meta), and the compression. No compressed ones: ()."""
-    e = self.entry(shard)
-    return _files(e, "raw"), _files(e, "zip") if self.zip_size[shard] else (), e["compression"]
-
-  def columns(self, names=None) -> dict[str, str]:
-    """Name -> encoding of the columns, of only `names` if given. Raises FormatError naming shard and column where shards do not agree."""
-    got:dict[str, str] = {}
-    for i, schema in enumerate(self.schemas):
-      here = {n: "jpeg_array" if e == "jpegarray" else e for n, e in zip(schema.names, schema.encodings) if names is None or n in names}
-      if i == 0: got = here
-      for n in dict.fromkeys((*got, *here)):
-        if got.get(n) != here.get(n):
-          shard, what = int(np.argmax(self.schema == i)), f"is {here[n]}" if n in here else "is missing"
-          raise FormatError(f"{self.where}: shard {shard} ({self.files(shard)[0][0].name}): column {n!r} {what}, "
-                            + (f"in shard 0 it is {got[n]}" if n in got else "in shard 0 there is none"))
-    for n in names or ():
-      if n not in got: raise FormatError(f"{self.where}: no column {n!r}, have {', '.join(self.schemas[0].names) if self.schemas else 'no shard'}")
-    return got
+  if at < len(text) or base + len(text) < len(data): raise FormatError(f"something after its end, at byte {base + at}")
 
 def _inflate_index(data:bytes, where:str) -> bytes:
   if data[:2] == b"\x1f\x8b": code, size = "gz", int.from_bytes(data[-4:], "little")
   elif data[:4] == b"\x28\xb5\x2f\xfd":  # the content size in the header of a zstd frame, RFC 8878 3.1.1.1
-    flag, single = data[4] >> 6, data[4] >> 5 & 1
-    at, n = 6 - single + (0, 1, 2, 4)[data[4] & 3], (single, 2, 4, 8)[flag]
-    if not n: raise FormatError(f"{where}: a zstd index must tell its size: compress it as a file, not through a pipe")
+    flag, single, ids = data[4] >> 6, data[4] >> 5 & 1, (0, 1, 2, 4)[data[4] & 3]
+    at, n = 6 - single + ids, (single, 2, 4, 8)[flag]
+    if not n: raise FormatError("a zstd index must tell its size: compress it as a file, not through a pipe")
     code, size = "zstd", int.from_bytes(data[at:at + n], "little") + (256 if n == 2 else 0)
   else: return data
-  if size > 1 << 30: raise FormatError(f"{where}: an index of {size} bytes")
+  if size > 1 << 30: raise FormatError(f"an index of {size} bytes")
   return bytes(decompress(code, data, size, where))
+
+class Index:
+  """The shards of a dataset, as columns: `samples`, `schema` (number into `schemas`), `raw_size` and `zip_size` in bytes (0 where none).
+  Names and hashes are read from the kept text, `data`, when asked for."""
+  def __init__(self, data:bytes, where:str, rows:np.ndarray, schemas:list[Schema]):
+    self.data, self.where, self.schemas = data, where, schemas
+    self.samples, self.schema, self.raw_size, self.zip_size, self._start, self._stop = np.ascontiguousarray(rows.T)
+  def __len__(self) -> int: return len(self.samples)
+
+  @classmethod
+  def parse(cls, data:bytes, where:str) -> "Index":
+    """Read the bytes of an index.json, which may be gzip or zstd. Raises FormatError naming the entry."""
+    rows, schemas, number, known, version, at = array("q"), {}, 0, None, None, "index"
+    try:
+      data = _inflate_index(data, where)
+      if not data.isascii(): data = json.dumps(json.loads(data, parse_constant=_no_constant)).encode()
+      for key, e, start, stop in _walk(data):
+        if key == "version": version = e
+        if key != "shards": continue
+        at, get = f"index, shard {len(rows) // 6}", e.get
+        kind = (get("format"), get("column_names") or get("columns"), get("column_encodings"), get("column_sizes"), get("newline"),
+                get("separator"), get("compression"), get("version"))
+        if kind != known:  # most shards are of the same kind as the one before
+          json.loads(data[start:stop], object_pairs_hook=_no_twins)
+          number = schemas.setdefault(Schema.of(e), len(schemas))
+          if e["compression"] is not None: codec(e["compression"])
+          if type(e["version"]) is not int or e["version"] != 2: raise FormatError(f"version {e['version']!r:.40}, only 2 can be read")
+          known = kind
+        raw, zipped, n = _parts(e, "raw"), _parts(e, "zip"), e["samples"]
+        if len(raw) != 1 + (kind[0] != "mds") or len(zipped) not in (0, len(raw)) or (zipped and kind[6] is None):
+          raise FormatError("its files are not all there")
+        raw_size = _size(raw[0], CAP) if len(raw) == 1 else _size(raw[0], CAP) + _size(raw[1], 8 * CAP)
+        if type(n) is not int or not 0 <= n <= (raw[-1]["bytes"] - 8) // 4: raise FormatError(f"{n!r:.40} samples in {raw[-1]['bytes']} bytes")
+        rows.extend((n, number, raw_size, sum([_size(d, 2 * CAP) for d in zipped]), start, stop))
+      at = "index"
+      if type(version) is not int or version != 2: raise FormatError(f"version {version!r:.40}, only 2 can be read")
+    except KeyError as e: raise FormatError(f"{where}: {at}: no {e}") from e
+    except (ValueError, TypeError, AttributeError, RecursionError) as e: raise FormatError(f"{where}: {at}: {e}") from e
+    return cls(data, where, np.frombuffer(rows, np.int64).reshape(-1, 6), list(schemas))
+
+  def entry(self, shard:int) -> dict:
+    """The shard's entry as the index has it."""
+    return json.loads(self.data[self._start[shard]:self._stop[shard]])
+
+  def files(self, shard:int) -> tuple[tuple[File, ...], tuple[File, ...], str|None]:
+    """The raw files and the compressed ones, each (data,) or (data, meta), and the compression. No compressed ones: ()."""
+    e = self.entry(shard)
+    raw, zipped = (tuple(File(d["basename"], d["bytes"], d["hashes"]) for d in _parts(e, kind)) for kind in ("raw", "zip"))
+    return raw, zipped if self.zip_size[shard] else (), e["compression"]
+
+  def columns(self, names:Iterable[str]|None=None) -> dict[str, str]:
+    """Name -> encoding of the columns, or of only `names`. Raises FormatError naming shard and column where shards do not agree or one is missing."""
+    per = [{n: "jpeg_array" if e == "jpegarray" else e for n, e in zip(s.names, s.encodings)} for s in self.schemas]
+    want = list(dict.fromkeys(n for p in per for n in p)) if names is None else list(names)
+    for i, here in enumerate(per):
+      for n in want:
+        if (have := here.get(n)) is None or have != per[0].get(n):
+          shard, first = (int(np.argmax(self.schema == j)) for j in (i, 0))
+          raise FormatError(f"{self.where}: shard {shard} ({self.files(shard)[0][0].name}): column {n!r} is {have or 'missing'}"
+                            + (f", in shard {first} it is {per[0].get(n, 'missing')}" if i else f", it has {', '.join(here)}"))
+    return {n: per[0][n] for n in want} if per else {}
 
 # *** reading a shard ***
 
@@ -484,32 +482,37 @@ def map_file(path:str) -> np.ndarray:
   finally: os.close(fd)
 
 @functools.lru_cache(64)
-def _header(text:bytes) -> Schema: return _schema(json.loads(text, object_pairs_hook=_no_twins))
+def _header(text:bytes) -> Schema: return Schema.of(json.loads(text, object_pairs_hook=_no_twins))
+
+@functools.lru_cache(64)
+def _layout(schema:Schema) -> tuple[list[int], list[int], Callable]:
+  """Before each column and after the last: how many columns vary in size, how many bytes the others have; and the reader of a row's lengths."""
+  sizes = [s or 0 for s in schema.sizes]
+  variable, constant = (np.cumsum([0, *x]).tolist() for x in ([not s for s in sizes], sizes))
+  return variable, constant, struct.Struct(f"<{variable[-1]}I").unpack_from
 
 class Shard:
   """A shard on this disk, mapped and checked against its index. `data` is its (data) file as uint8. Raises FormatError when it is not whole."""
   def __init__(self, paths:tuple[str, ...], schema:Schema, samples:int, where:str):
     self.schema, self.samples, self.where, self._plans, self._places = schema, samples, where, {}, {}
+    self._variable, self._constant, self._lengths = _layout(schema)
+    text = schema.format in TEXT
     self.data = map_file(paths[0])
-    meta, text = (map_file(paths[1]), True) if (text := schema.format in TEXT) else (self.data, False)
+    meta = map_file(paths[1]) if text else self.data
     end, head = len(self.data), 4 * samples + 8
     if len(meta) < head or (n := int(meta[:4].view("<u4")[0])) != samples:
       raise FormatError(f"{where}: {f'{n} samples' if len(meta) >= head else f'{len(meta)} bytes'} where the index says {samples} samples")
     self.offsets = off = meta[4:head].view("<u4")
-    config = meta[head:len(meta) if text else off[0]]
-    try: header = _header(config.tobytes())
+    first = int(off[0])
+    if not (head <= first <= end if not text else self.data[:first].tobytes() == schema.line()):
+      raise FormatError(f"{where}: its samples start at byte {first} of {end}")
+    try: header = _header(meta[head:len(meta) if text else first].tobytes())
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e: raise FormatError(f"{where}: unreadable header ({e})") from e
     if header != schema: raise FormatError(f"{where}: its header has {header}, the index {schema}")
-    sizes = [s or 0 for s in schema.sizes]
-    self._variable = np.cumsum([0] + [not s for s in sizes]).tolist()  # variable columns before each column
-    self._constant = np.cumsum([0] + sizes).tolist()                   # bytes of the fixed columns before each column
     self._stride = None if text or self._variable[-1] else self._constant[-1]
-    step = np.diff(off)  # uint32: a decrease wraps, and then the steps do not add up
-    least = len(schema.newline.encode()) if text else self._constant[-1] + 4 * self._variable[-1]
-    first = int(off[0])
-    if not (self.data[:first].tobytes() == schema.line() if text else head <= first <= end):
-      raise FormatError(f"{where}: its samples start at byte {first} of {end}")
+    step = np.diff(off)  # a decrease wraps, and then the steps do not add up
     if first + int(step.sum(dtype=np.uint64)) != end or int(off[-1]) != end: raise FormatError(f"{where}: its offsets do not end at byte {end}")
+    least = len(schema.newline.encode()) if text else self._constant[-1] + 4 * self._variable[-1]
     if samples and (int(step.min()) < least or (self._stride and int(step.max()) > least)):
       row = int(np.argmax((step != least) if self._stride else step < least))
       raise FormatError(f"{where}: row {row} has {step[row]} bytes, its columns need {least}")
@@ -519,65 +522,52 @@ class Shard:
     try: return self.schema.names.index(column)
     except ValueError: raise KeyError(f"{self.where}: no column {column!r}, have {', '.join(self.schema.names)}") from None
 
-  def fixed(self, column:str) -> np.ndarray|None:
-    """The column's bytes as V<size>[samples] over the mapped file, where every column has a fixed size; else None."""
-    i = self._column(column)
-    if self._stride is None: return None
-    return np.ndarray((self.samples,), f"V{self.schema.sizes[i]}", self.data, int(self.offsets[0]) + self._constant[i], (self._stride,))
-
   def place(self, column:str) -> tuple[int, int]|None:
     """(address in memory of the column's value in row 0, bytes from row to row), where every column has a fixed size; else None."""
     if column not in self._places:
-      x = self.fixed(column)
-      self._places[column] = None if x is None else (x.__array_interface__["data"][0], self._stride)
+      at = self.data.ctypes.data + int(self.offsets[0]) + self._constant[self._column(column)]
+      self._places[column] = None if self._stride is None else (at, self._stride)
     return self._places[column]
 
   def spans(self, rows:np.ndarray, column:str) -> tuple[np.ndarray, np.ndarray]:
-    """First and last byte of the column's values in `data`, int64[n] each, stop exclusive. Not for text shards, whose values must be parsed."""
-    i, k = self._column(column), self._variable[-1]
+    """First and last byte of the column's values in `data`, int64[n] each, stop exclusive. Raises FormatError where a row's lengths do not add up.
+    Not for text shards, whose values must be parsed."""
     assert self.schema.format == "mds", "text shards have no spans"
-    begin, end = self.offsets[rows].astype(np.int64), self.offsets[1:][rows].astype(np.int64)
+    i, k = self._column(column), self._variable[-1]
+    begin, end, size = self.offsets[rows].astype(np.int64), self.offsets[1:][rows].astype(np.int64), self.schema.sizes[i]
     start = begin + 4 * k + self._constant[i]
-    if not k: return start, start + self.schema.sizes[i]
+    if not k: return start, start + size
     words = np.ndarray((len(self.data) - 3,), "<u4", self.data, 0, (1,))  # a word from every byte
-    total, size = begin + 4 * k + self._constant[-1], self.schema.sizes[i]
+    left = end - begin - 4 * k - self._constant[-1]
     for j in range(k):
-      length = words[begin + 4 * j].astype(np.int64)
-      total += length
+      left -= (length := words[begin + 4 * j].astype(np.int64))
       if j < self._variable[i]: start += length
       elif j == self._variable[i] and size is None: stop = start + length
-    if not np.array_equal(total, end): raise FormatError(f"{self.where}: row {rows[np.argmax(total != end)]}: its columns do not fill it")
+    if left.any(): raise FormatError(f"{self.where}: row {rows[np.argmax(left != 0)]}: its columns do not fill it")
     return start, stop if size is None else start + size
 
-  def take(self, start:np.ndarray, size:int) -> np.ndarray:
-    """The `size` bytes at each of `start`, as V<size>[n]: one copy a value."""
-    return np.ndarray((len(self.data) - size + 1,), f"V{size}", self.data, 0, (1,))[start]
-
   def values(self, rows:np.ndarray, column:str, decode:bool=True, allow_unsafe_types:bool=False) -> list:
-    """The column's decoded values. Raises FormatError naming the row."""
+    """The column's decoded values in these rows, int64[n]. Raises FormatError naming the row."""
     if self.schema.format in TEXT: return [self.sample(r, (column,))[column] for r in rows.tolist()]
-    start, stop = self.spans(rows, column)
     dec, buf, out = encoding(self.schema.encodings[self._column(column)], decode, allow_unsafe_types).decode, self._buffer, []
-    spans = zip(start.tolist(), stop.tolist())
-    if dec is bytes: return [buf[a:b].tobytes() for a, b in spans]
+    cuts = zip(*(x.tolist() for x in self.spans(rows, column)))
+    if dec is bytes: return [buf[a:b].tobytes() for a, b in cuts]
     try:
-      for a, b in spans: out.append(dec(buf[a:b]))
-    except ImportError: raise
+      for a, b in cuts: out.append(dec(buf[a:b]))
+    except (ImportError, MemoryError): raise
     except Exception as e: raise self._bad(rows[len(out)], column, e) from e
     return out
 
-  def _bad(self, row, column:str, e:Exception) -> FormatError: return FormatError(f"{self.where}: row {row}: column {column!r}: {e}")
+  def _bad(self, row:int, column:str, e:Exception) -> FormatError: return FormatError(f"{self.where}: row {row}: column {column!r}: {e}")
 
   def _plan(self, columns:tuple[str, ...]|None, decode:bool, allow_unsafe_types:bool) -> list:
-    """How to read a row: (name, getter of the row) for rows of constant stride, else (name, size, decode or None) for every column."""
-    want = self.schema.names if columns is None else tuple(columns)
-    enc = {n: encoding(self.schema.encodings[self._column(n)], decode, allow_unsafe_types) for n in want}
-    if self._stride is None: return [(n, s, enc[n].decode if n in enc else None) for n, s in zip(self.schema.names, self.schema.sizes)]
+    """How to read a row: (name, getter of the row) for rows of constant stride, else (name, size, decode or None if not asked for) of all columns."""
+    names, encodings = self.schema.names, self.schema.encodings
+    enc = {n: encoding(encodings[self._column(n)], decode, allow_unsafe_types) for n in (names if columns is None else columns)}
+    if self._stride is None: return [(n, s, enc[n].decode if n in enc else None) for n, s in zip(names, self.schema.sizes)]
     plan = []
     for n, e in enc.items():
-      inner = np.empty(e.shape, e.dtype).strides
-      at = int(self.offsets[0]) + self._constant[self._column(n)]
-      x = np.ndarray((self.samples, *e.shape), e.dtype, self.data, at, (self._stride, *inner))
+      x = strided(self.data, int(self.offsets[0]) + self._constant[self._column(n)], self.samples, self._stride, e)
       plan.append((n, x.item if e.name == "int" else x.__getitem__))
     return plan
 
@@ -587,10 +577,9 @@ class Shard:
     key = (columns, decode, allow_unsafe_types)
     if (plan := self._plans.get(key)) is None: plan = self._plans[key] = self._plan(*key)
     if self._stride: return {name: get(row) for name, get in plan}
-    begin, end, buf = self.offsets.item(row), self.offsets.item(row + 1), self._buffer
+    begin, end, buf, out, name = self.offsets.item(row), self.offsets.item(row + 1), self._buffer, {}, ""
     if self.schema.format in TEXT: return self._text(buf[begin:end].tobytes(), row, plan)
-    k = self._variable[-1]
-    lengths, at, out = struct.unpack_from(f"<{k}I", buf, begin), begin + 4 * k, {}
+    lengths, at = self._lengths(buf, begin), begin + 4 * self._variable[-1]
     if at + self._constant[-1] + sum(lengths) != end: raise FormatError(f"{self.where}: row {row}: its columns do not fill it")
     it = iter(lengths)
     try:
@@ -598,33 +587,33 @@ class Shard:
         stop = at + (size or next(it))
         if dec is not None: out[name] = dec(buf[at:stop])
         at = stop
-    except ImportError: raise
+    except (ImportError, MemoryError): raise
     except Exception as e: raise self._bad(row, name, e) from e
     return out
 
   def _text(self, line:bytes, row:int, plan:list) -> dict[str, Any]:
-    name, kinds = "", {"str": str, "int": int, "float": float}
+    schema, name, kinds, out = self.schema, "", {"str": str, "int": int, "float": float}, {}
     try:
-      text, newline = line.decode(), self.schema.newline
-      if not text.endswith(newline): raise ValueError("it does not end in the newline of its header")
-      text = text[:-len(newline)]
-      if self.schema.format == "json":
-        got = json.loads(text)
-        for name, enc in zip(self.schema.names, self.schema.encodings):
-          if type(got[name]) is not kinds[enc]: raise TypeError(f"{got[name]!r:.80} is not {enc}")
-      else:
-        cells = text.split(self.schema.separator)
+      if not (text := line.decode()).endswith(schema.newline): raise ValueError("the row does not end in the newline of its header")
+      text = text[:-len(schema.newline)]
+      cells = json.loads(text) if schema.format == "json" else text.split(schema.separator)
+      if schema.format != "json":
         if len(cells) != len(plan): raise ValueError(f"{len(cells)} values for {len(plan)} columns")
-        got = {}
-        for name, enc, cell in zip(self.schema.names, self.schema.encodings, cells): got[name] = kinds[enc](cell)
-      return {name: got[name] for name, _, dec in plan if dec is not None}
-    except (ValueError, TypeError, KeyError, RecursionError) as e: raise self._bad(row, name, e) from e
+        cells = dict(zip(schema.names, cells))
+      for (name, _, dec), enc in zip(plan, schema.encodings):
+        v = cells[name] if schema.format == "json" else kinds[enc](cells[name])
+        if type(v) is not kinds[enc]: raise TypeError(f"{v!r:.80} is not {enc}")
+        if dec is not None: out[name] = v
+      return out
+    except KeyError: raise FormatError(f"{self.where}: row {row}: column {name!r} is missing") from None
+    except (ValueError, TypeError, RecursionError) as e: raise self._bad(row, name, e) from e
 
 # *** writing ***
 
-CAP = (1 << 32) - 1  # bytes of a raw file: its offsets are uint32
-SPILL = 1 << 26      # bytes of a shard that wait in memory before they go to an unnamed file
+BLOCK = 1 << 24  # rows gather in blocks of memory of this size: large ones, for huge pages
+SPILL = 1 << 26  # bytes of a shard that wait in memory before they go to an unnamed file
 _SHARD = re.compile(r"shard\.(\d{5,})\.(?:mds|json|csv|tsv|xsv)(?:\.meta)?(?:\.(?:br|bz2|gz|snappy|zstd))?")
+_INT, _FLOAT = (int, np.integer), (float, np.floating)
 
 def parse_size(size:int|str|None) -> int|None:
   """Bytes of 1000, "100kb", "64mb" or "1.5gb" (units of 1024); None is no limit. Raises ValueError."""
@@ -634,180 +623,185 @@ def parse_size(size:int|str|None) -> int|None:
   if type(size) is not int or not 0 < size <= CAP: raise ValueError(f"size limit {size!r}: give 1 byte to just under 4gb")
   return size
 
+def write_atomic(path:str, data:bytes):
+  """Put a file in place whole or not at all."""
+  try:
+    with open(tmp := f"{path}.{os.getpid()}.tmp", "wb") as f: f.write(data)
+    os.replace(tmp, path)
+  except BaseException:
+    if os.path.exists(tmp): os.remove(tmp)
+    raise
+
 class _Writer:
-  """What the writers share. Rows gather in memory; a full shard is hashed, compressed, written and uploaded by threads beside the caller, and the
-  index is put in place by `finish`, last."""
-  def __init__(self, out, columns:dict[str, str], form:str, config:dict, compression:str|None, hashes, size_limit, exist_ok:bool, append:bool,
-               workers:int|None):
+  """What the writers share: `write` encodes and rows gather in memory, threads beside the caller hash, compress, write and upload full shards, and
+  `finish` puts the index in place, last."""
+  _slow = False  # whether values take long to encode, as images do: then write_batch encodes them in the threads too
+
+  def __init__(self, out, form:str, config:dict, *, compression:str|None=None, hashes:Iterable[str]|None=None, size_limit:int|str|None="64mb",
+               exist_ok:bool=False, append:bool=False, workers:int|None=None):
     if compression is not None: compress(compression, b"")  # a bad name or an absent package is told now
     hashes = ["sha1"] if hashes is None else sorted(hashes)
     if len(set(hashes)) != len(hashes): raise ValueError(f"a hash is there twice in {', '.join(hashes)}")
     for algo in hashes: hasher(algo)
     if exist_ok and append: raise ValueError("exist_ok replaces what is there, append adds to it: give one of them")
-    self.workers = workers if workers is not None else min(4, os.cpu_count() or 1) if compression else 1
-    if type(self.workers) is not int or self.workers < 1: raise ValueError(f"workers={workers!r}: give 1 or more")
-    self.config = {**config, "compression": compression, "format": form, "hashes": hashes, "size_limit": parse_size(size_limit), "version": 2}
-    try: self.schema = _schema(self.config)
-    except ValueError as e: raise ValueError(f"columns {columns}: {e}") from e
-    self.header = json.dumps(self.config, sort_keys=True).encode()
-    text, self._hashes, self._compression = form in TEXT, hashes, compression
-    self._line = self.schema.line() if text else b""
-    self._extra, self._limit = 0 if text else 4, min(self.config["size_limit"] or CAP, CAP - len(self._line))
-    self.rows, self._closed, self._made, self._entries, self._old, self._jobs = 0, False, [], [], [], deque()
-    self._start()
-    local, remote = out if isinstance(out, (tuple, list)) else (None, out) if "://" in os.fspath(out) else (out, None)
-    self.remote = None
-    if remote is not None:
+    self._workers = workers if workers is not None else min(4, os.cpu_count() or 1) if compression or self._slow else 1
+    if type(self._workers) is not int or self._workers < 1: raise ValueError(f"workers={workers!r}: give 1 or more")
+    self._config = {**config, "compression": compression, "format": form, "hashes": hashes, "size_limit": parse_size(size_limit), "version": 2}
+    self._schema, self._header = Schema.of(self._config), json.dumps(self._config, sort_keys=True).encode()
+    self._line = self._schema.line()
+    self._extra, self._base = (0, 0) if form in TEXT else (4, 8 + len(self._header))  # what counts towards the limit beside the rows
+    self._limit = min(self._config["size_limit"] or CAP, CAP - len(self._line))
+    self.rows, self._closed, self._jobs, self._made, self._entries, self._old = 0, False, deque(), [], [], []
+    local, url = out if isinstance(out, (tuple, list)) else (None, out) if "://" in os.fspath(out) else (out, None)
+    self.remote:Any = None
+    if url is not None:
       from .remote import Remote
-      self.remote = Remote(remote)
-    self._scratch = None if local is not None else tempfile.mkdtemp(prefix="streaming-")
+      self.remote = Remote(url)
+    self._scratch = tempfile.mkdtemp(prefix="streaming-") if local is None else None
     self.local = self._scratch or os.path.expanduser(os.fspath(local))
     self._number = self._claim(exist_ok, append)
-    self._pool = ThreadPoolExecutor(self.workers, "streaming-writer")
+    self._block, self._used = memoryview(b""), 0
+    self._start()
+    self._pool = ThreadPoolExecutor(self._workers, "streaming-writer")
 
   def _claim(self, exist_ok:bool, append:bool) -> int:
-    """Make sure that what is there is not harmed, and return the number of the first shard."""
+    """Make sure that what is there comes to no harm, and return the number of the first shard."""
     there = sorted(os.listdir(self.local)) if os.path.isdir(self.local) else []
-    old = next((n for n in INDEXES if n in there), None)
-    at_remote = self.remote is not None and not old and next((n for n in INDEXES if self.remote.exists(n)), None)
-    if (there or at_remote) and not (exist_ok or append):
-      where, what = (self.local, there[0]) if there else (self.remote.where, at_remote)
-      raise FileExistsError(f"{where} is not empty, it has {what}: exist_ok=True replaces the dataset there, append=True adds to it")
+    index = next((n for n in INDEXES if n in there), None)
+    far = next((n for n in INDEXES if self.remote.exists(n)), None) if self.remote is not None else None
+    if (there or far) and not (exist_ok or append):
+      raise FileExistsError(f"{self.local if there else self.remote.where} is not empty, it has {there[0] if there else far}: exist_ok=True replaces "
+                            "the dataset there, append=True adds to it")
     numbers = [int(m[1]) for n in there if (m := _SHARD.fullmatch(n))]
-    if append and (old or at_remote):
-      if old:
-        with open(os.path.join(self.local, old), "rb") as f: data = f.read()
-      else: data = self.remote.read(at_remote)
-      index = Index.parse(data, self.local if old else self.remote.where)
-      if len(index) and (have := index.columns()) != (mine := dict(zip(self.schema.names, self.schema.encodings))):
-        raise ValueError(f"{index.where} has the columns {have}, not {mine}")
-      self._old = [index.entry(i) for i in range(len(index))]
+    if append and (index or far):
+      from .remote import Remote
+      place = Remote(self.local) if index else self.remote
+      old = Index.parse(place.read(index or far), place.where)
+      if len(old) and (have := old.columns()) != (mine := dict(zip(self._schema.names, self._schema.encodings))):
+        raise ValueError(f"{place.where} has the columns {have}, not {mine}")
+      self._old = [old.entry(i) for i in range(len(old))]
       numbers += [int(m[1]) for e in self._old if (m := _SHARD.fullmatch(e["raw_data"]["basename"]))]
     os.makedirs(self.local, exist_ok=True)
     if exist_ok:
-      for n in sorted(there, key=lambda n: n not in INDEXES):  # the index first: what it lists is whole as long as it is there
+      if far: self.remote.delete(far)
+      for n in sorted(there, key=lambda n: n not in INDEXES):  # the index first: what it lists is whole while it is there
         if n in INDEXES or _SHARD.fullmatch(n): os.remove(os.path.join(self.local, n))
-      return 0
-    return max(numbers, default=-1) + 1
+    return max(numbers, default=-1) + 1 if append else 0
 
-  # a shard is made of: lengths of its rows, pieces of their bytes in memory, and before those an unnamed file with what did not stay in memory
-  def _start(self):
-    self._sizes, self._pieces, self._tail, self._spool, self._waiting = array("I"), deque(), bytearray(), None, 0
-    self._bytes = 8 + len(self.header) if self.schema.format == "mds" else 0
+  # a shard in the making: the sizes of its rows, and their bytes in an unnamed file (if they are many), in pieces of blocks, and in block[from:used]
+  def _start(self): self._sizes, self._pieces, self._spool, self._held, self._bytes, self._from = array("I"), deque(), None, 0, self._base, self._used
+
+  def _row(self, sample:dict[str, Any], row:int) -> bytes: raise NotImplementedError
 
   def write(self, sample:dict[str, Any]):
-    """Add a row: a dict with a value for each column. Raises ValueError or TypeError naming column and row."""
+    """Add a row: a dict with a value for each column. Raises ValueError or TypeError naming row and column."""
     self._add(self._row(sample, self.rows))
 
   def write_batch(self, batch:dict[str, Any]):
     """Add many rows: a dict with an array (n, ...) or a sequence of n values for each column. Raises as `write` does, before any row is added."""
-    for row in self._rows(batch): self._add(row)
+    if missing := [n for n in self._schema.names if n not in batch]: raise ValueError(f"row {self.rows}: no value for column {missing[0]!r}")
+    counts = {n: len(batch[n]) for n in self._schema.names}
+    if len(set(counts.values())) > 1: raise ValueError(f"row {self.rows}: columns differ in their number of rows: {counts}")
+    samples = (dict(zip(counts, values)) for values in zip(*(batch[n] for n in counts)))
+    for row in list((self._pool.map if self._slow else map)(self._row, samples, itertools.count(self.rows))): self._add(row)
 
-  def _rows(self, batch:dict[str, Any]) -> list[bytes]:
-    names = self.schema.names
-    if missing := [n for n in names if n not in batch]: raise ValueError(f"row {self.rows}: no value for column {missing[0]!r}")
-    if len(counts := {len(batch[n]) for n in names}) != 1: raise ValueError(f"row {self.rows}: columns of {', '.join(map(str, sorted(counts)))} rows")
-    return [self._row(dict(zip(names, vals)), self.rows + i) for i, vals in enumerate(zip(*(batch[n] for n in names)))]
-
-  def _bad(self, sample:dict, row:int, column:str, e:Exception) -> Exception:
+  def _bad(self, sample:dict[str, Any], row:int, column:str, e:Exception) -> Exception:
     if column not in sample: return ValueError(f"row {row}: no value for column {column!r}")
     return (TypeError if isinstance(e, TypeError) else ValueError)(f"row {row}: column {column!r}: {e}")
 
   def _add(self, row:bytes):
     if self._closed: raise RuntimeError(f"the writer of {self.local} is closed")
-    size = len(row) + self._extra
-    if self._bytes + size > self._limit: self._full(size)
-    self._sizes.append(len(row))
-    self._tail += row
-    self._bytes += size
-    self.rows += 1
-    if len(self._tail) >= 1 << 20: self._pile(self._tail)
+    size = len(row)
+    if self._bytes + size + self._extra > self._limit: self._full(size + self._extra)
+    if (stop := self._used + size) > len(self._block):
+      self._grow(size)
+      stop = size
+    self._block[self._used:stop] = row
+    self._sizes.append(size)
+    self._used, self._bytes, self.rows = stop, self._bytes + size + self._extra, self.rows + 1
 
   def _full(self, size:int):
     """Before a row that would pass the limit: end the shard. A row larger than the limit has a shard to itself."""
     if self._sizes: self._flush()
-    if self._bytes + size > CAP - len(self._line): raise ValueError(f"row {self.rows}: {size} bytes do not fit a shard of 4 GiB")
+    if self._base + size + len(self._line) > CAP: raise ValueError(f"row {self.rows}: {size} bytes do not fit a shard of 4 GiB")
 
-  def _pile(self, piece):
-    self._pieces.append(piece)
-    self._waiting += len(piece)
-    if piece is self._tail: self._tail = bytearray()
-    if self._waiting > SPILL:
-      if self._spool is None: self._spool = tempfile.TemporaryFile(dir=self.local)
+  def _cut(self):
+    if self._used > self._from: self._pieces.append(self._block[self._from:self._used])
+    self._held, self._from = self._held + self._used - self._from, self._used
+
+  def _grow(self, size:int):
+    """A new block, of `size` bytes at least."""
+    self._cut()
+    if self._held > SPILL:
+      self._spool, self._held = self._spool or tempfile.TemporaryFile(dir=self.local), 0
       while self._pieces: self._spool.write(self._pieces.popleft())
-      self._waiting = 0
+    self._block, self._from, self._used = np.empty(max(size, BLOCK), np.uint8).data, 0, 0
 
   def _flush(self):
-    self._pieces.append(self._tail)
-    if self._spool is not None: self._spool.flush()
-    while len(self._jobs) >= self.workers: self._collect()
+    self._cut()
+    while len(self._jobs) >= self._workers: self._collect()
     self._jobs.append(self._pool.submit(self._finish_shard, self._number, self._sizes, self._pieces, self._spool))
     self._number += 1
     self._start()
 
   def _collect(self):
-    self._entries.append(self._jobs[0].result())  # a failed one stays, so that no later call can pass it over
+    self._entries.append(self._jobs[0].result())  # one that failed stays, so that no later call passes it over
     self._jobs.popleft()
 
   def _finish_shard(self, number:int, sizes:array, pieces:deque, spool) -> dict:
-    offsets = np.zeros(len(sizes) + 1, np.int64)
-    np.cumsum(sizes, out=offsets[1:])
     def body():
       if spool is not None:
         with spool:
           spool.seek(0)
           while block := spool.read(1 << 20): yield block
       while pieces: yield pieces.popleft()
-    def counts(first:int): return np.array([len(sizes)], "<u4").tobytes() + (offsets + first).astype("<u4").tobytes()
-    entry, name = {**self.config, "samples": len(sizes)}, f"shard.{number:05}.{self.schema.format}"
-    if self.schema.format == "mds":
-      head = counts(8 + 4 * len(sizes) + len(self.header)) + self.header
-      self._store(entry, "data", name, head, body())
+    def counts(first:int) -> bytes: return np.cumsum(np.concatenate([[first], np.frombuffer(sizes, np.uint32)])).astype("<u4").tobytes()
+    form, n = self._schema.format, np.array([len(sizes)], "<u4").tobytes()
+    entry, name = {**self._config, "samples": len(sizes)}, f"shard.{number:05}.{form}"
+    if form == "mds": self._store(entry, "data", name, n + counts(8 + 4 * len(sizes) + len(self._header)) + self._header, body())
     else:
       self._store(entry, "data", name, self._line, body())
-      self._store(entry, "meta", name + ".meta", counts(len(self._line)) + self.header, ())
+      self._store(entry, "meta", f"{name}.meta", n + counts(len(self._line)) + self._header, ())
     return entry
 
-  def _store(self, entry:dict, part:str, name:str, head:bytes, body):
-    def chain():
-      yield head
-      yield from body
-    def put(name:str, chunks) -> dict:
-      hs, size, path = {algo: hasher(algo) for algo in self._hashes}, 0, os.path.join(self.local, name)
-      with open(path, "xb") as f:
+  def _store(self, entry:dict, part:str, name:str, head:bytes, body:Iterable):
+    """Write a file, or its compressed form, and put both in the entry."""
+    def tell(name:str, chunks:Iterable, sink:Callable) -> dict:
+      hashes, size = {algo: hasher(algo) for algo in self._config["hashes"]}, 0
+      for c in chunks:
+        size += len(c)
+        sink(c)
+        for h in hashes.values(): h.update(c)
+      return {"basename": name, "bytes": size, "hashes": {algo: h.hexdigest() for algo, h in hashes.items()}}
+    def keep(name:str, chunks:Iterable) -> dict:
+      with open(path := os.path.join(self.local, name), "xb") as f:
         self._made.append(path)
-        for c in chunks:
-          f.write(c)
-          size += len(c)
-          for h in hs.values(): h.update(c)
-      if self.remote is not None: self._upload(path, name, size)
-      return {"basename": name, "bytes": size, "hashes": {algo: h.hexdigest() for algo, h in hs.items()}}
-    if self._compression is None: entry[f"raw_{part}"], entry[f"zip_{part}"] = put(name, chain()), None
+        told = tell(name, chunks, f.write)
+      if self.remote is not None: self._upload(path, name, told["bytes"])
+      return told
+    chunks = itertools.chain((head,), body)
+    if (how := self._config["compression"]) is None: entry[f"raw_{part}"], entry[f"zip_{part}"] = keep(name, chunks), None
     else:
-      raw = b"".join(chain())
-      entry[f"raw_{part}"] = {"basename": name, "bytes": len(raw), "hashes": {algo: digest(algo, raw) for algo in self._hashes}}
-      packed = compress(self._compression, raw)
-      entry[f"zip_{part}"] = put(f"{name}.{codec(self._compression)[0]}", (packed,))
+      entry[f"raw_{part}"] = tell(name, chunks, (raw := bytearray()).extend)
+      entry[f"zip_{part}"] = keep(f"{name}.{codec(how)[0]}", (compress(how, raw),))
 
   def _upload(self, path:str, name:str, size:int):
     self.remote.put(path, name)
-    if (there := self.remote.size(name)) != size: raise OSError(f"{self.remote.at(name)} has {there} bytes after the upload of {size}")
+    if (there := self.remote.size(name)) != size: raise OSError(f"{self.remote.at(name)} has {there} bytes after an upload of {size}")
     if self._scratch: os.remove(path)
 
   def finish(self):
-    """Write what is left and put the index in place. The end of `with` does it. After an error there is no index."""
+    """Write what is left and put the index in place, as the end of `with` does. After an error there is no index."""
     if self._closed: return
     try:
       if self._sizes: self._flush()
       while self._jobs: self._collect()
       text = json.dumps({"shards": self._old + self._entries, "version": 2}, sort_keys=True).encode()
+      write_atomic(path := os.path.join(self.local, "index.json" if self.remote is None else ".index.json"), text)
       if self.remote is not None:
-        tmp = os.path.join(self.local, f".index.json.{os.getpid()}.tmp")
-        self._made.append(tmp)
-        with open(tmp, "wb") as f: f.write(text)
-        self._upload(tmp, "index.json", len(text))
-        if not self._scratch: os.replace(tmp, os.path.join(self.local, "index.json"))
-      else: write_atomic(os.path.join(self.local, "index.json"), text)
+        self._made.append(path)
+        self._upload(path, "index.json", len(text))
+        if not self._scratch: os.replace(path, os.path.join(self.local, "index.json"))
     except BaseException:
       self.abort()
       raise
@@ -829,39 +823,28 @@ class _Writer:
   def __enter__(self): return self
   def __exit__(self, kind, *_): self.finish() if kind is None else self.abort()
 
-def write_atomic(path:str, data:bytes):
-  """Put a file in place whole or not at all."""
-  tmp = f"{path}.{os.getpid()}.tmp"
-  try:
-    with open(tmp, "wb") as f:
-      f.write(data)
-      f.flush()
-      os.fsync(f.fileno())
-    os.replace(tmp, path)
-  except BaseException:
-    if os.path.exists(tmp): os.remove(tmp)
-    raise
-
 class MDSWriter(_Writer):
   """Write an MDS dataset.
 
-  out: a folder, a URL, or (folder, URL) to keep both; each shard is uploaded when it is done, the index last. columns: name -> encoding.
-  compression: "zstd:7", "gz", ... hashes: names of hashes of each file; None is sha1, [] none. size_limit: bytes of a raw shard ("64mb", None for as
-  much as fits 4 GiB). A folder that is not empty is refused, unless exist_ok=True (the dataset there is replaced) or append=True (rows are added
-  in new shards). workers: threads that hash, compress, write and upload, each with one shard in memory.
+  - `out`: a folder, a URL, or (folder, URL) to keep both; each shard is uploaded when it is done, the index last. A folder that is not empty is
+    refused, unless `exist_ok` (the dataset there is replaced) or `append` (rows are added in new shards).
+  - `columns`: name -> encoding. A value of type bytes is stored as it is, whatever the encoding.
+  - `compression`: "zstd:7", "gz", ... `hashes`: what each file is hashed with; None is sha1, [] none.
+  - `size_limit`: bytes of a raw shard, as a number or "64mb"; None is as much as fits 4 GiB.
+  - `workers`: threads that hash, compress, write and upload, each with one shard in memory.
 
   ```python
   with MDSWriter("data/digits", {"image": "ndarray:uint8:8,8", "label": "uint8"}) as w: w.write({"image": x, "label": 3})
   ```
   """
-  def __init__(self, out, columns:dict[str, str], *, compression:str|None=None, hashes:list[str]|None=None, size_limit:int|str|None="64mb",
+  def __init__(self, out, columns:dict[str, str], *, compression:str|None=None, hashes:Iterable[str]|None=None, size_limit:int|str|None="64mb",
                exist_ok:bool=False, append:bool=False, workers:int|None=None):
-    names = sorted(columns)
-    encs = [encoding(columns[n], allow_unsafe_types=True) for n in names]
-    config = {"column_encodings": [e.name for e in encs], "column_names": names, "column_sizes": [e.size for e in encs]}
-    self._plan = [(n, e.encode, e.size) for n, e in zip(names, encs)]
-    self._encs, self._stride = encs, sum(e.size or 0 for e in encs) if all(e.size for e in encs) else None
-    super().__init__(out, columns, "mds", config, compression, hashes, size_limit, exist_ok, append, workers)
+    encs = {n: encoding(columns[n], allow_unsafe_types=True) for n in sorted(columns)}
+    config = {"column_encodings": [e.name for e in encs.values()], "column_names": list(encs), "column_sizes": [e.size for e in encs.values()]}
+    self._slow, self._encs, self._plan = any(e.slow for e in encs.values()), encs, [(n, e.encode, e.size) for n, e in encs.items()]
+    self._stride = sum(e.size or 0 for e in encs.values()) if all(e.size for e in encs.values()) else 0
+    super().__init__(out, "mds", config, compression=compression, hashes=hashes, size_limit=size_limit, exist_ok=exist_ok, append=append,
+                     workers=workers)
 
   def _row(self, sample:dict[str, Any], row:int) -> bytes:
     lengths, values, name = [], [], ""
@@ -872,77 +855,64 @@ class MDSWriter(_Writer):
         if not size: lengths.append(len(v))
         elif len(v) != size: raise ValueError(f"{len(v)} bytes in a column of {size}")
         values.append(v)
-    except ImportError: raise
+      return struct.pack(f"<{len(lengths)}I", *lengths) + b"".join(values) if lengths else b"".join(values)
+    except (ImportError, MemoryError): raise
     except Exception as e: raise self._bad(sample, row, name, e) from e
-    return struct.pack(f"<{len(lengths)}I", *lengths) + b"".join(values) if lengths else b"".join(values)
 
   def write_batch(self, batch:dict[str, Any]):
     if not self._stride: return super().write_batch(batch)
-    cols = {}
     try:
-      for (name, *_), e in zip(self._plan, self._encs): cols[name] = cast(batch[name], e.dtype, e.bfloat16)
-      n = len(next(iter(cols.values())))
-      if any(cols[name].shape != (n, *e.shape) for (name, *_), e in zip(self._plan, self._encs)): raise ValueError
-    except (KeyError, TypeError, ValueError): return super().write_batch(batch)  # row by row: it finds the one at fault, or bytes
+      cols = [(e, cast(batch[n], e.dtype, e.bfloat16)) for n, e in self._encs.items()]
+      count = len(cols[0][1])
+      if any(x.shape != (count, *e.shape) for e, x in cols): raise ValueError
+    except (KeyError, TypeError, ValueError, OverflowError): return super().write_batch(batch)  # names the row at fault, or takes its bytes
     if self._closed: raise RuntimeError(f"the writer of {self.local} is closed")
-    at, step = 0, self._stride + 4
-    while at < n:
-      if (room := (self._limit - self._bytes) // step) < 1:
-        self._full(step)
-        room = max((self._limit - self._bytes) // step, 1)
-      m = min(room, n - at, max(1, (4 << 20) // self._stride))
-      piece, offset = np.empty(m * self._stride, np.uint8), 0
-      for (name, *_), e in zip(self._plan, self._encs):
-        inner = np.empty(e.shape, e.dtype).strides
-        np.ndarray((m, *e.shape), e.dtype, piece, offset, (self._stride, *inner))[...] = cols[name][at:at + m]
+    at, size = 0, self._stride + 4
+    while at < count:
+      if (room := (self._limit - self._bytes) // size) < 1:
+        self._full(size)
+        room = max(1, (self._limit - self._bytes) // size)
+      if self._used + self._stride > len(self._block): self._grow(self._stride)
+      n, offset = min(room, count - at, (len(self._block) - self._used) // self._stride), self._used
+      for e, x in cols:
+        strided(self._block, offset, n, self._stride, e)[...] = x[at:at + n]
         offset += e.size
-      if self._tail: self._pile(self._tail)
-      self._pile(piece.data)
-      self._sizes.extend(array("I", [self._stride]) * m)
-      self._bytes += m * step
-      self.rows += m
-      at += m
-
-_KINDS:dict[str, tuple] = {"str": (str,), "int": (int, np.integer), "float": (float, np.floating)}
+      self._sizes.extend(array("I", [self._stride]) * n)
+      self._used, self._bytes, self.rows, at = self._used + n * self._stride, self._bytes + n * size, self.rows + n, at + n
 
 def _text_value(v, kind:str):
-  if not isinstance(v, _KINDS[kind]) or isinstance(v, bool): raise TypeError(f"{v!r:.80} of type {type(v).__name__} in a column of {kind}")
+  if not isinstance(v, {"str": str, "int": _INT, "float": _FLOAT}[kind]) or isinstance(v, bool):
+    raise TypeError(f"{v!r:.80} of type {type(v).__name__} in a column of {kind}")
   return v.item() if isinstance(v, np.generic) else v
 
 class JSONWriter(_Writer):
-  """Write a JSONL dataset: a line of JSON a row, columns of `str`, `int` and `float`. Other arguments as MDSWriter. NaN and infinity, which are not
-  JSON, are refused."""
-  def __init__(self, out, columns:dict[str, str], *, newline:str="\n", compression:str|None=None, hashes:list[str]|None=None,
-               size_limit:int|str|None="64mb", exist_ok:bool=False, append:bool=False, workers:int|None=None):
-    super().__init__(out, columns, "json", {"columns": columns, "newline": newline}, compression, hashes, size_limit, exist_ok, append, workers)
+  """Write a JSONL dataset: a line of JSON a row, columns of `str`, `int` and `float`. NaN and infinity, which are not JSON, are refused. The other
+  arguments are those of MDSWriter."""
+  def __init__(self, out, columns:dict[str, str], *, newline:str="\n", **options):
+    super().__init__(out, "json", {"columns": dict(sorted(columns.items())), "newline": newline}, **options)
 
   def _row(self, sample:dict[str, Any], row:int) -> bytes:
     name, got = "", {}
     try:
-      for name, kind in self.config["columns"].items(): got[name] = _text_value(sample[name], kind)
-      return (json.dumps(got, sort_keys=True, allow_nan=False) + self.config["newline"]).encode()
+      for name, kind in zip(self._schema.names, self._schema.encodings): got[name] = _text_value(sample[name], kind)
+      return (json.dumps(got, allow_nan=False) + self._schema.newline).encode()
     except Exception as e: raise self._bad(sample, row, name, e) from e
 
 class XSVWriter(_Writer):
-  """Write a dataset of lines of values between separators, columns of `str`, `int` and `float`. The separator "," makes CSV shards, tab TSV, any
-  other XSV. Nothing is quoted: a value that holds the separator or the newline is refused. Other arguments as MDSWriter."""
-  def __init__(self, out, columns:dict[str, str], separator:str=",", *, newline:str="\n", compression:str|None=None, hashes:list[str]|None=None,
-               size_limit:int|str|None="64mb", exist_ok:bool=False, append:bool=False, workers:int|None=None):
-    names = sorted(columns)
-    config = {"column_encodings": [columns[n] for n in names], "column_names": names, "newline": newline}
+  """Write a dataset of lines of values between separators, columns of `str`, `int` and `float`. The separator "," makes CSV shards, a tab TSV, any
+  other XSV. Nothing is quoted: a value that holds the separator or the newline is refused. The other arguments are those of MDSWriter."""
+  def __init__(self, out, columns:dict[str, str], separator:str=",", *, newline:str="\n", **options):
     form = {",": "csv", "\t": "tsv"}.get(separator, "xsv")
-    for n in names:
-      if separator in n or newline in n: raise ValueError(f"column {n!r} has the separator or the newline in its name")
-    if form == "xsv": config["separator"] = separator
-    super().__init__(out, columns, form, config, compression, hashes, size_limit, exist_ok, append, workers)
+    config = {"column_encodings": [columns[n] for n in sorted(columns)], "column_names": sorted(columns), "newline": newline}
+    super().__init__(out, form, config | ({"separator": separator} if form == "xsv" else {}), **options)
 
   def _row(self, sample:dict[str, Any], row:int) -> bytes:
-    name, cells, separator, newline = "", [], self.schema.separator, self.schema.newline
+    name, cells = "", []
     try:
-      for name, kind in zip(self.schema.names, self.schema.encodings):
+      for name, kind in zip(self._schema.names, self._schema.encodings):
         cells.append(cell := str(_text_value(sample[name], kind)))
-        if separator in cell or newline in cell: raise ValueError(f"{cell!r:.80} holds the separator or the newline")
-      return (separator.join(cells) + newline).encode()
+        if self._schema.separator in cell or self._schema.newline in cell: raise ValueError(f"{cell!r:.80} holds the separator or the newline")
+      return (self._schema.separator.join(cells) + self._schema.newline).encode()
     except Exception as e: raise self._bad(sample, row, name, e) from e
 
 # *** merging ***
