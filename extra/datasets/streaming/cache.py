@@ -5,26 +5,44 @@ A cache folder mirrors the names of its remote. Beside them `.streaming/` holds 
   mutex            flocked for the short changes of the tables
   locks/*          one a shard that is being fetched, flocked by who fetches it and removed after
   tmp/*            files being written, flocked by who writes them: a free lock means a dead owner
+  parts/*          shards of which some rows are present, sparse, and a byte a row that says which
   *.table          a row of ROW per shard of one index
   runs/*           the pieces an iteration is going to use and how far it is, flocked while it lives
 """
 from __future__ import annotations
-import contextlib, errno, fcntl, functools, hashlib, os, secrets, threading, zlib
+import contextlib, errno, fcntl, functools, hashlib, os, re, resource, secrets, shutil, threading, time, zlib
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Iterator
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 import numpy as np
-from .format import File, FormatError, Index, decompress, verify
-from .remote import Remote
+from .format import File, FormatError, Index, Shard, decompress, verify
+from .remote import NoRanges, Remote, RemoteError
 
 META = ".streaming"
-# bytes on disk, fetches under way included; a stamp of the verified files (negative: only the size was checked); when it was last used
+# bytes on disk, those on their way included; a stamp of the verified files (negative: only the size was checked); when it was last asked for
 ROW = np.dtype([("bytes", "<i8"), ("stamp", "<i8"), ("used", "<i8")])
 NEVER = np.iinfo(np.int64).max
+UNLIMITED = (NEVER, 0.0)
+
+class Busy(Exception):
+  """There is no room until another fetch, whose lock is named, has ended."""
+class NoRoom(Exception):
+  """There is no room for a shard that is not needed yet: all that could go is needed sooner."""
 
 def default_folder(name:str) -> str:
   """The cache folder for a remote when the user gives none."""
   base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
   return os.path.join(base, "tinygrad-streaming", hashlib.sha256(name.encode()).hexdigest()[:16])
+
+def parse_limit(limit:int|str|None) -> tuple[int, float]:
+  """Bytes the folder may hold and the share of the disk to leave free. Takes bytes, "10gb" (units of 1024) or "10%free". Raises ValueError."""
+  if limit is None: return UNLIMITED
+  if isinstance(limit, str) and (m := re.fullmatch(r"(\d+(?:\.\d+)?)\s*%\s*free", limit.strip().lower())) and float(m[1]) < 100:
+    return NEVER, float(m[1]) / 100
+  if isinstance(limit, str) and (m := re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)i?b?", limit.strip().lower())):
+    limit = int(float(m[1]) * 1024 ** " kmgt".index(m[2] or " "))
+  if type(limit) is not int or limit <= 0: raise ValueError(f"cache_limit={limit!r}: give bytes, a size such as '10gb', or '10%free'")
+  return limit, 0.0
 
 @contextlib.contextmanager
 def locked(path:str, wait:bool=True, keep:bool=False) -> Iterator[bool]:
@@ -45,42 +63,161 @@ def locked(path:str, wait:bool=True, keep:bool=False) -> Iterator[bool]:
     os.close(fd)
   try: yield True
   finally:
-    if not keep: os.unlink(path)
+    if not keep: remove(path)
     fcntl.flock(fd, fcntl.LOCK_UN)                                  # a forked child may hold the descriptor too
     os.close(fd)
+
+def remove(*paths:str):
+  for p in paths:
+    with contextlib.suppress(FileNotFoundError): os.unlink(p)
 
 class Folder:
   """A cache folder of this machine, shared by all processes that use it."""
   def __init__(self, root:str, remote:str):
     self.root, self.meta = root, os.path.join(root, META)
-    for name in ("locks", "tmp", "runs"): os.makedirs(os.path.join(self.meta, name), exist_ok=True)
+    self.indexes:dict[str, Index] = {}                              # by the name of their table
+    self.runs:dict[str, np.ndarray] = {}
+    for name in ("locks", "tmp", "parts", "runs"): os.makedirs(os.path.join(self.meta, name), exist_ok=True)
     with self.mutex():
-      if (was := self._text("remote")) is None:
-        with open(os.path.join(self.meta, "remote"), "w") as f: f.write(remote)
-      elif was != remote: raise ValueError(f"{root} is a cache of {was}, not of {remote}: use another local folder, or remove this one")
+      path = os.path.join(self.meta, "remote")
+      if not os.path.exists(path):
+        with open(path, "w") as f: f.write(remote)
+      with open(path) as f: was = f.read()
+      if was != remote: raise ValueError(f"{root} is a cache of {was}, not of {remote}: give another local folder, or remove this one")
       for name in ("locks", "tmp", "runs"):                         # what dead processes left
         for entry in os.listdir(os.path.join(self.meta, name)):
           with locked(os.path.join(self.meta, name, entry), wait=False): pass
-
-  def _text(self, name:str) -> str|None:
-    try:
-      with open(os.path.join(self.meta, name)) as f: return f.read()
-    except FileNotFoundError: return None
 
   def mutex(self): return locked(os.path.join(self.meta, "mutex"), keep=True)
   def lock(self, key:str, wait:bool=True): return locked(os.path.join(self.meta, "locks", key), wait)
 
   @contextlib.contextmanager
-  def temp(self) -> Iterator[str]:
-    """The path of a new empty file, gone after unless it was moved."""
-    path = os.path.join(self.meta, "tmp", f"{os.getpid()}-{secrets.token_hex(8)}")
+  def temp(self, name:str="") -> Iterator[str]:
+    """The path of a new empty file in tmp/, or `name` in runs/, flocked; gone after unless it was moved."""
+    path = os.path.join(self.meta, *(("runs", name) if name else ("tmp", f"{os.getpid()}-{secrets.token_hex(8)}")))
     with self.mutex():
       fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
       fcntl.flock(fd, fcntl.LOCK_EX)
     try: yield path
     finally:
-      with contextlib.suppress(FileNotFoundError): os.unlink(path)
+      remove(path)
       os.close(fd)
+
+  # tables: one an index, rows are written whole and alone, totals are read under the mutex
+  def index(self, table:str) -> Index|None:
+    """The index of a table, which another dataset that shares the folder may have made. None when that index is gone."""
+    if table not in self.indexes:
+      with contextlib.suppress(FileNotFoundError, FormatError):
+        with open(os.path.join(self.root, unquote(table[:-8]), "index.json"), "rb") as f: index = Index.parse(f.read(), self.root)
+        if table.endswith(f"{zlib.crc32(index.data):08x}"): self.indexes[table] = index
+    return self.indexes.get(table)
+
+  def join(self, index:Index, prefix:str) -> str:
+    """The name of the table of an index; made if need be, with the files that are in the folder."""
+    name = f"{quote(prefix, safe='')}{zlib.crc32(index.data):08x}"
+    self.indexes[name] = index
+    with self.mutex():
+      if not os.path.exists(path := self._path(name)):
+        for old in self._tables():
+          if old[:-8] == name[:-8]: remove(self._path(old))
+        rows = np.zeros(len(index), ROW)
+        for i in range(len(rows)): rows["bytes"][i] = self.on_disk(name, i)
+        rows.tofile(f"{path}.new")
+        os.replace(f"{path}.new", path)
+    return name
+  def _path(self, table:str) -> str: return os.path.join(self.meta, f"{table}.table")
+  def _tables(self) -> list[str]: return [n[:-6] for n in os.listdir(self.meta) if n.endswith(".table")]
+  def row(self, table:str, shard:int, row:tuple[int, int, int]|None=None) -> tuple[int, int, int]:
+    """Read, or write, the row of a shard."""
+    fd = os.open(self._path(table), os.O_RDWR | os.O_CLOEXEC)
+    try:
+      if row is not None: os.pwrite(fd, np.array(row, np.int64).tobytes(), ROW.itemsize * shard)
+      return row or tuple(np.frombuffer(os.pread(fd, ROW.itemsize, ROW.itemsize * shard), np.int64).tolist())
+    finally: os.close(fd)
+
+  def files(self, table:str, shard:int) -> list[str]:
+    """All files that a shard may have in the folder."""
+    raw, zipped, _ = self.indexes[table].files(shard)
+    names = [os.path.join(self.root, unquote(table[:-8]), f.name) for f in raw + zipped]
+    return names + [n + ".corrupt" for n in names] + [(part := self.part(table, shard)), part + ".rows"]
+  def part(self, table:str, shard:int) -> str: return os.path.join(self.meta, "parts", f"{table}.{shard}")
+  def on_disk(self, table:str, shard:int) -> int:
+    n = 0
+    for p in self.files(table, shard):
+      with contextlib.suppress(FileNotFoundError): n += os.stat(p).st_blocks * 512 if "parts" in p else os.path.getsize(p)
+    return n
+
+  # eviction
+  @contextlib.contextmanager
+  def run(self, table:str, position:int, shard:np.ndarray, lo:np.ndarray, hi:np.ndarray) -> Iterator[str]:
+    """Tell all processes which shards of a table will be used between which positions, int64[n] each. The position now is the first 8 bytes of the
+    file whose path is given."""
+    with self.temp(f"{table}~{os.getpid()}-{secrets.token_hex(8)}") as path:
+      with self.mutex(), open(path, "wb") as f: f.write(np.concatenate([[position], shard, lo, hi]).astype(np.int64).tobytes())
+      yield path
+
+  def distance(self, table:str, n:int) -> np.ndarray:
+    """Positions from now until each shard is used again by any live run, int64[n]; NEVER where nobody is known to."""
+    out = np.full(n, NEVER)
+    for name in os.listdir(os.path.join(self.meta, "runs")):
+      if not name.startswith(f"{table}~"): continue
+      path = os.path.join(self.meta, "runs", name)
+      with locked(path, wait=False) as dead:
+        if dead: continue
+      with contextlib.suppress(FileNotFoundError), open(path, "rb") as f:
+        position = int.from_bytes(f.read(8), "little")
+        if name not in self.runs: self.runs = {k: v for k, v in self.runs.items() if os.path.exists(os.path.join(self.meta, "runs", k))}
+        shard, lo, hi = self.runs[name] if name in self.runs else self.runs.setdefault(name, np.fromfile(f, np.int64).reshape(3, -1))
+        live = hi > position
+        np.minimum.at(out, shard[live], np.maximum(lo[live] - position, 0))
+    return out
+
+  def reserve(self, table:str, shard:int, need:int, limit:tuple[int, float], before:int|None=None, full:bool=False) -> int:
+    """Make room for `need` bytes of a shard, evicting what is used farthest from now, then what was used least recently, and note them as on their
+    way. With `before` only shards that are farther from use than that may go. `full`: the disk turned out to be full. Returns the shards evicted.
+    Raises NoRoom (with `before`), Busy, or OSError with the numbers."""
+    if limit == UNLIMITED and not full:
+      self.row(table, shard, (need, 0, 0))
+      return 0
+    with self.mutex():
+      self.row(table, shard, (0, 0, 0))
+      rows = {t: np.fromfile(self._path(t), ROW) for t in self._tables() if self.index(t) is not None}
+      disk = os.statvfs(self.root)
+      free, total = disk.f_bavail * disk.f_frsize, sum(int(r["bytes"].sum()) for r in rows.values())
+      short, evicted, busy = total + need - limit[0], 0, None
+      if limit[1]:                                                  # what is on its way may not be on the disk yet
+        coming = sum(int(r["bytes"][r["stamp"] == 0].sum()) for r in rows.values())
+        short = max(short, need + coming + int(limit[1] * disk.f_blocks * disk.f_frsize) - free)
+      if full: short = max(1, need - free)
+      if short > 0:
+        who = [(t, i) for t, r in rows.items() for i in np.flatnonzero(r["bytes"]).tolist()]
+        far = np.concatenate([self.distance(t, len(r))[r["bytes"] > 0] for t, r in rows.items()])
+        used = np.concatenate([r["used"][r["bytes"] > 0] for r in rows.values()])
+        for k in np.lexsort((used, -far)).tolist():
+          if short <= 0 or (before is not None and far[k] <= before): break
+          t, i = who[k]
+          with self.lock(f"{t}.{i}", wait=False) as mine, self.lock(f"{t}.{i}.part", wait=False) as part:
+            if not (mine and part): busy = busy or f"{t}.{i}{'.part' if mine else ''}"
+            else:
+              short, evicted = short - int(rows[t]["bytes"][i]), evicted + 1
+              remove(*self.files(t, i))
+              self.row(t, i, (0, 0, 0))
+      if short <= 0:
+        self.row(table, shard, (need, 0, time.time_ns()))
+        return evicted
+    if before is not None: raise NoRoom
+    if busy is not None: raise Busy(busy)
+    raise OSError(errno.ENOSPC, f"{self.files(table, shard)[0]}: needs {need} bytes, {free} are free on the disk and nothing is left to evict"
+                  + (f" (cache_limit {limit[0]} bytes)" if limit[0] != NEVER else ""))
+
+def coalesce(start:np.ndarray, stop:np.ndarray) -> list[tuple[int, int]]:
+  """Join the byte ranges [start, stop), sorted, over the smallest gaps, as long as the gaps add at most a quarter. Gives (first, last) numbers."""
+  gaps = start[1:] - stop[:-1]
+  order = np.argsort(gaps, kind="stable")
+  cut = np.ones(len(gaps), bool)
+  cut[order[:np.searchsorted(np.cumsum(gaps[order]), int((stop - start).sum()) // 4, "right")]] = False
+  edges = np.flatnonzero(cut)
+  return list(zip([0, *(edges + 1).tolist()], [*edges.tolist(), len(start) - 1]))
 
 class Store:
   """The shards of one stream as files on this machine. A folder without a remote is read in place and nothing is created in it; anything else is
@@ -88,19 +225,26 @@ class Store:
   def __init__(self, remote:str|None=None, local:str|None=None, *, split:str|None=None, retry:int=2, timeout:float=60, validate_hash:bool=True,
                keep_zip:bool=False, limit:int|str|None=None, headers:dict|None=None, auth:Any=None, storage_options:dict|None=None):
     if remote is None and local is None: raise ValueError("a stream needs a remote, a local folder, or both")
-    self.prefix = f"{split.strip('/')}/" if split else ""
-    self.validate_hash, self.keep_zip, self.limit = validate_hash, keep_zip, limit
+    self.prefix, self.limit = f"{split.strip('/')}/" if split else "", parse_limit(limit)
+    self.validate_hash, self.keep_zip, self.ranges = validate_hash, keep_zip, True
     self.remote = Remote(remote if remote is not None else local, retry=retry, timeout=timeout, headers=headers, auth=auth,
                          storage_options=storage_options)
-    self.where = self.remote.at(self.prefix.rstrip("/"))
     source = os.path.realpath(self.remote.path("")) if self.remote.kind == "file" else None
     self.place = source if local is None or source == os.path.realpath(local) else None     # a folder that is read in place
     if self.place is None and local is not None and os.path.isdir(local) and not os.access(local, os.W_OK):
       self.place, self.remote = os.path.realpath(local), Remote(local)
-    self.identity = source or self.remote.where
+    self.where, self.identity = self.remote.at(self.prefix.rstrip("/")), self.place or source or self.remote.where
     self.root = os.path.abspath(local) if self.place is None and local is not None else default_folder(self.identity)
     self._init()
-    self.index  # noqa: B018  an index that is missing or bad is told now
+    if self.place is None: self._check_limit()
+    else: self.index  # noqa: B018  an index that is missing or bad is told now
+
+  def _check_limit(self):
+    largest = int((self.index.raw_size + self.index.zip_size).max(initial=0))
+    disk = os.statvfs(self.root)
+    most = min(self.limit[0], int(disk.f_blocks * disk.f_frsize * (1 - self.limit[1])))
+    if most < largest: raise ValueError(f"{self.where}: cache_limit leaves {most} bytes for {self.root}, its largest shard takes {largest}: "
+                                        f"the smallest limit that works is {largest}")
 
   def _init(self): self._count, self._counts = threading.Lock(), dict.fromkeys(("fetched_bytes", "fetched_shards", "hits", "evicted"), 0)
   def __repr__(self) -> str: return f"Store({self.where!r}{'' if self.place else f', {self.root!r}'})"
@@ -112,82 +256,71 @@ class Store:
     with self._count:
       for k, v in n.items(): self._counts[k] += v
   def stats(self) -> dict[str, int]:
-    """Counts of this process: fetched_bytes, fetched_shards, hits (shards found on this disk), evicted."""
+    """Counts of this process: fetched_bytes, fetched_shards, hits (shards asked for and found on this disk), evicted."""
     with self._count: return dict(self._counts)
 
   @functools.cached_property
   def folder(self) -> Folder: return Folder(self.root, self.identity)
-
+  @functools.cached_property
+  def table(self) -> str: return self.folder.join(self.index, self.prefix)
   @functools.cached_property
   def index(self) -> Index:
     if self.place is not None: return Index.parse(self.remote.read(self.prefix + "index.json"), self.where)
-    path, data = os.path.join(self.root, self.prefix, "index.json"), None
-    with contextlib.suppress(FileNotFoundError, FormatError):
-      with open(path, "rb") as f: data = f.read()
-      if self.folder: return Index.parse(data, self.where)
-    with self.folder.lock(quote(self.prefix, safe="") + "index"), self.folder.temp() as tmp:
-      try:
-        with open(path, "rb") as f: now = f.read()
-      except FileNotFoundError: now = data
-      if now == data:                                               # nobody has fetched it, or a better one, in the meantime
-        def check(got:str):
-          with open(got, "rb") as f: Index.parse(f.read(), self.where)
-        self.remote.get(self.prefix + "index.json", tmp, check=check)
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        os.replace(tmp, path)
-        self._add(fetched_bytes=os.path.getsize(path))
-    with open(path, "rb") as f: return Index.parse(f.read(), self.where)
+    folder, path = self.folder, os.path.join(self.root, self.prefix, "index.json")
+    def parse(path:str) -> Index:
+      with open(path, "rb") as f: return Index.parse(f.read(), self.where)
+    with contextlib.suppress(FileNotFoundError, FormatError): return parse(path)
+    with folder.lock(quote(self.prefix, safe="") + "index"), folder.temp() as tmp:
+      with contextlib.suppress(FileNotFoundError, FormatError): return parse(path)    # another process was quicker
+      self.remote.get(self.prefix + "index.json", tmp, check=parse)
+      os.makedirs(os.path.dirname(path), exist_ok=True)
+      os.replace(tmp, path)
+      self._add(fetched_bytes=os.path.getsize(path))
+      return parse(path)
 
-  # the table of this index
-  @functools.cached_property
-  def table(self) -> str:
-    """The name of the table of this index; made if need be, with the files that are in the folder."""
-    name = f"{quote(self.prefix, safe='')}{zlib.crc32(self.index.data):08x}"
-    with self.folder.mutex():
-      if not os.path.exists(path := os.path.join(self.folder.meta, f"{name}.table")):
-        rows = np.zeros(len(self.index), ROW)
-        for i in range(len(rows)): rows["bytes"][i] = self._on_disk(i)
-        rows.tofile(f"{path}.new")
-        os.replace(f"{path}.new", path)
-    return name
-  def _row(self, shard:int, row:tuple[int, int, int]|None=None) -> tuple[int, int, int]:
-    """Read, or write, the row of a shard."""
-    fd = os.open(os.path.join(self.folder.meta, f"{self.table}.table"), os.O_RDWR | os.O_CLOEXEC)
-    try:
-      if row is not None: os.pwrite(fd, np.array(row, np.int64).tobytes(), ROW.itemsize * shard)
-      return row or tuple(np.frombuffer(os.pread(fd, ROW.itemsize, ROW.itemsize * shard), np.int64).tolist())
-    finally: os.close(fd)
   def _local(self, files:tuple[File, ...]) -> tuple[str, ...]: return tuple(os.path.join(self.root, self.prefix, f.name) for f in files)
-  def _on_disk(self, shard:int) -> int:
-    raw, zipped, _ = self.index.files(shard)
-    return sum(os.path.getsize(p) for p in self._local(raw + zipped) if os.path.exists(p))
-
   def _stamp(self, raw:tuple[File, ...], paths:tuple[str, ...]) -> int:
     """A number that changes with the files; 0 when one is missing or of another size."""
     try: stats = [os.stat(p) for p in paths]
     except FileNotFoundError: return 0
-    if any(s.st_size != f.size for s, f in zip(stats, raw)): return 0
-    return 1 + sum(s.st_mtime_ns for s in stats)
-  def _good(self, shard:int, raw:tuple[File, ...], paths:tuple[str, ...]) -> bool:
-    return (stamp := self._stamp(raw, paths)) != 0 and self._row(shard)[1] in ((stamp,) if self.validate_hash else (stamp, -stamp))
+    return 1 + sum(s.st_mtime_ns for s in stats) if all(s.st_size == f.size for s, f in zip(stats, raw)) else 0
 
-  def paths(self, shard:int, *, stop:threading.Event|None=None, wait:bool=True) -> tuple[str, ...]:
-    """The raw files of a shard on this disk, (data,) or (data, meta), fetched and verified when they are not there. Raises RemoteError or
-    FormatError when they cannot be had. With `wait=False`, () when another thread or process is fetching it."""
-    raw, zipped, compression = self.index.files(shard)
+  def _good(self, shard:int, raw:tuple[File, ...], paths:tuple[str, ...]) -> bool:
+    """Whether the files are those that were verified here."""
+    if not (stamp := self._stamp(raw, paths)): return False
+    size, was, used = self.folder.row(self.table, shard)
+    if was != stamp and (was != -stamp or self.validate_hash): return False
+    if self.limit != UNLIMITED: self.folder.row(self.table, shard, (size, was, time.time_ns()))
+    self._add(hits=1)
+    return True
+
+  def paths(self, shard:int) -> tuple[str, ...]:
+    """The raw files of a shard on this disk, (data,) or (data, meta), fetched and verified when they are not there. Raises RemoteError, FormatError
+    or OSError (disk full) when they cannot be had."""
+    raw, zipped, _ = self.index.files(shard)
     if self.place is not None:
       paths = tuple(os.path.join(self.place, self.prefix, f.name) for f in raw)
       if all(map(os.path.exists, paths)) or not zipped: return self._in_place(paths)
     paths = self._local(raw)
-    if self._good(shard, raw, paths):
-      self._add(hits=1)
-      return paths
-    with self.folder.lock(f"{self.table}.{shard}", wait) as mine:
-      if not mine: return ()
-      if self._good(shard, raw, paths): self._add(hits=1)
-      elif self._adopt(shard, raw, paths): self._add(hits=1)
-      else: self._fetch(shard, raw, zipped, compression, paths, stop)
+    while not self._good(shard, raw, paths):
+      try:
+        with self.folder.lock(f"{self.table}.{shard}"):
+          if not self._good(shard, raw, paths): self._have(shard)
+          return paths
+      except Busy as e:
+        with self.folder.lock(str(e)): pass
     return paths
+
+  def warm(self, shard:int, before:int, stop:threading.Event) -> bool:
+    """paths() for a shard that is used in `before` positions: False when there is no room for it yet."""
+    raw, zipped, _ = self.index.files(shard)
+    if self.place is not None and (not zipped or all(os.path.exists(os.path.join(self.place, self.prefix, f.name)) for f in raw)): return True
+    try:
+      if not self._good(shard, raw, self._local(raw)):
+        with self.folder.lock(f"{self.table}.{shard}", wait=False) as mine:
+          if mine and not self._good(shard, raw, self._local(raw)): self._have(shard, before, stop)
+    except (NoRoom, Busy): return False
+    return True
 
   def _in_place(self, paths:tuple[str, ...]) -> tuple[str, ...]:
     for p in paths:
@@ -195,96 +328,252 @@ class Store:
       if not os.path.exists(p): raise FileNotFoundError(errno.ENOENT, "a shard of the index is missing", p)
     return paths
 
-  def _adopt(self, shard:int, raw:tuple[File, ...], paths:tuple[str, ...]) -> bool:
-    """Files of the right size that nobody here has verified: left by an earlier program, or changed behind our back."""
-    if not (stamp := self._stamp(raw, paths)): return False
+  def _have(self, shard:int, before:int|None=None, stop:threading.Event|None=None):
+    """Verify what is on the disk, or else fetch it; under the lock of the shard."""
+    raw, zipped, compression = self.index.files(shard)
+    paths, need, full = self._local(raw), int(self.index.raw_size[shard] + self.index.zip_size[shard]), False
+    if not self._verified(raw, paths):
+      try:
+        part = self.folder.on_disk(self.table, shard)               # of the part most of all
+        if need + part > self.limit[0]: remove(*self.folder.files(self.table, shard))
+        else: need += part
+        for _ in range(8):
+          self._add(evicted=self.folder.reserve(self.table, shard, need, self.limit, before, full))
+          try:
+            for i, file in enumerate(raw): self._fetch(shard, file, zipped[i] if zipped else None, compression, stop)
+            break
+          except OSError as e:
+            if e.errno not in (errno.ENOSPC, errno.EDQUOT): raise
+            full, error = True, e
+        else: raise error
+        self._add(fetched_shards=1)
+        remove(*(f for f in self.folder.files(self.table, shard) if f.endswith(".corrupt") or META in f))
+      except BaseException:
+        self.folder.row(self.table, shard, (self.folder.on_disk(self.table, shard), 0, 0))
+        raise
+    stamp = self._stamp(raw, paths)
+    self.folder.row(self.table, shard, (self.folder.on_disk(self.table, shard), stamp if self.validate_hash else -stamp, time.time_ns()))
+
+  def _verified(self, files:tuple[File, ...], paths:tuple[str, ...]) -> bool:
     try:
-      for path, file in zip(paths, raw): verify(path, file, self.where, self.validate_hash)
-    except FormatError: return False
-    self._row(shard, (self._on_disk(shard), stamp if self.validate_hash else -stamp, 0))
+      for path, file in zip(paths, files): verify(path, file, self.where, self.validate_hash)
+    except (FileNotFoundError, FormatError): return False
     return True
 
-  def _fetch(self, shard:int, raw:tuple[File, ...], zipped:tuple[File, ...], compression:str|None, paths:tuple[str, ...], stop):
-    for i, (file, path) in enumerate(zip(raw, paths)):
-      os.makedirs(os.path.dirname(path), exist_ok=True)
-      with self.folder.temp() as tmp:
-        if not zipped: self._get(file, tmp, lambda p: verify(p, file, self.where, self.validate_hash), stop)
-        else:
-          def unzip(got:str):
-            verify(got, zipped[i], self.where, self.validate_hash)
-            with open(got, "rb") as f: data = decompress(compression, f.read(), file.size, f"{self.where}: {zipped[i].name}")
-            with open(tmp, "wb") as f: f.write(data)
-            verify(tmp, file, self.where, self.validate_hash)
-          kept = self._local(zipped)[i]
-          try: unzip(kept)
-          except (FileNotFoundError, FormatError):
-            with self.folder.temp() as ztmp:
-              self._get(zipped[i], ztmp, unzip, stop)
-              if self.keep_zip: os.replace(ztmp, kept)
-          if not self.keep_zip and os.path.exists(kept): os.unlink(kept)
-        os.replace(tmp, path)
-    stamp = self._stamp(raw, paths)
-    self._row(shard, (self._on_disk(shard), stamp if self.validate_hash else -stamp, 0))
-    self._add(fetched_shards=1)
+  def _fetch(self, shard:int, file:File, zipped:File|None, compression:str|None, stop:threading.Event|None):
+    path, = self._local((file,))
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    with self.folder.temp() as tmp:
+      if zipped is None:
+        if not self._complete(shard, file, tmp): self._get(shard, file, tmp, path, lambda p: verify(p, file, self.where, self.validate_hash), stop)
+      else:
+        kept, = self._local((zipped,))
+        def unzip(got:str):
+          verify(got, zipped, self.where, self.validate_hash)
+          with open(got, "rb") as f: data = decompress(compression, f.read(), file.size, f"{self.where}: {zipped.name}")
+          with open(tmp, "wb") as f: f.write(data)
+          verify(tmp, file, self.where, self.validate_hash)
+        try: unzip(kept)
+        except (FileNotFoundError, FormatError):
+          with self.folder.temp() as ztmp:
+            self._get(shard, zipped, ztmp, kept, unzip, stop)
+            if self.keep_zip: os.replace(ztmp, kept)
+        if not self.keep_zip: remove(kept)
+      os.replace(tmp, path)
 
-  def _get(self, file:File, tmp:str, check, stop):
-    self.remote.get(self.prefix + file.name, tmp, file.size, check, stop)
+  def _get(self, shard:int, file:File, tmp:str, path:str, check, stop:threading.Event|None):
+    try: self.remote.get(self.prefix + file.name, tmp, file.size, check, stop)
+    except RemoteError as e:
+      if not e.corrupt: raise
+      with contextlib.suppress(FileNotFoundError): os.replace(tmp, path + ".corrupt")
+      again = f"Store({self.remote.where!r}, {self.root!r}, split={self.prefix.rstrip('/') or None!r}).open({shard})"
+      raise RemoteError(f"{e}; the bad copy is kept as {path}.corrupt; to fetch it again: python -c \"from {__package__}.cache import Store; {again}\"",
+                        e.status, True) from None
     self._add(fetched_bytes=file.size)
 
   def bad(self, shard:int, error:Exception) -> None:
     """A reader found a shard that is not what its index says: forget the copy, so that paths() fetches it again; without a remote raise the error."""
     if self.place is not None: raise error
-    raw, _, _ = self.index.files(shard)
     with self.folder.lock(f"{self.table}.{shard}"):
-      for p in self._local(raw):
-        with contextlib.suppress(FileNotFoundError): os.unlink(p)
-      self._row(shard, (self._on_disk(shard), 0, 0))
+      remove(*self._local(self.index.files(shard)[0]))
+      self.folder.row(self.table, shard, (0, 0, 0))
+
+  def _map(self, shard:int, paths:tuple[str, ...]) -> Shard:
+    index = self.index
+    return Shard(paths, index.schemas[index.schema[shard]], int(index.samples[shard]), f"{self.where}: shard {shard}")
+
+  def open(self, shard:int) -> Shard:
+    """A shard, mapped. A copy that turns out bad, or goes between its fetch and its mapping, is fetched once more."""
+    error:Exception
+    for _ in range(3):
+      try: return self._map(shard, self.paths(shard))
+      except FileNotFoundError as e:
+        if self.place is not None: raise
+        error = e
+      except FormatError as e: self.bad(shard, error := e)
+    raise error
+
+  # some rows of a shard
+  def part(self, shard:int, rows:np.ndarray, map=map) -> Shard|None:  # noqa: A002
+    """A shard mapped with its head and at least `rows` (int64[n]) present, fetched by ranges. None when the whole shard is on this disk, or is better
+    fetched whole: it is compressed or in two files, most of it would be present, or the remote has no ranges."""
+    raw, zipped, _ = self.index.files(shard)
+    n, file, rows, path = int(self.index.samples[shard]), raw[0], np.unique(rows), self.folder.part(self.table, shard)
+    if self.remote.kind == "file" or zipped or len(raw) > 1 or not self.ranges or 2 * len(rows) > n or self._stamp(raw, self._local(raw)): return None
+    try:
+      with self.folder.lock(f"{self.table}.{shard}.part"):
+        return self._map(shard, (path,)) if self._rows(path, shard, self.prefix + file.name, file.size, n, rows, map) else None
+    except NoRanges: self.ranges = False
+    except Busy: pass
+    except (RemoteError, FormatError, FileNotFoundError): remove(path, path + ".rows")
+    return None
+
+  def _rows(self, path:str, shard:int, name:str, size:int, n:int, rows:np.ndarray, map) -> bool:  # noqa: A002
+    """Bring rows into the sparse file at `path`; under the lock of the part. What is written is synced before it is marked as present."""
+    with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+b", buffering=0) as f:
+      try: have = np.fromfile(path + ".rows", bool)
+      except FileNotFoundError: have = np.zeros(0, bool)
+      if len(have) != n:
+        head = self.remote.read_range(name, 0, min(size, 4 * (n + 2) + 1024))
+        first = int.from_bytes(head[4:8], "little")
+        if len(head) < first <= size: head += self.remote.read_range(name, len(head), first)
+        have = np.zeros(n, bool)
+        f.truncate(0)
+        f.truncate(size)
+        f.write(head)
+        self._map(shard, (path,))                                   # checks the offsets
+      want = rows[~have[rows]]
+      if 2 * (int(have.sum()) + len(want)) > n: return False
+      if len(want):
+        f.seek(4)
+        off = np.frombuffer(f.read(4 * (n + 1)), "<u4").astype(np.int64)
+        runs, got = [(int(want[a]), int(want[b]) + 1) for a, b in coalesce(off[want], off[want + 1])], 0
+        need = self.folder.row(self.table, shard)[0] + sum(int(off[b] - off[a]) for a, b in runs)
+        self._add(evicted=self.folder.reserve(self.table, shard, need, self.limit))
+        for (a, b), data in zip(runs, map(lambda r: self.remote.read_range(name, int(off[r[0]]), int(off[r[1]])), runs)):
+          f.seek(off[a])
+          f.write(data)
+          have[a:b], got = True, got + len(data)
+        os.fsync(f.fileno())
+        have.tofile(path + ".new")
+        os.replace(path + ".new", path + ".rows")
+        self._add(fetched_bytes=got)
+    return True
+
+  def _complete(self, shard:int, file:File, tmp:str) -> bool:
+    """Make a whole shard at `tmp` of its part and a few more ranges, and verify it."""
+    path, n = self.folder.part(self.table, shard), int(self.index.samples[shard])
+    try:
+      with self.folder.lock(f"{self.table}.{shard}.part"):
+        have = np.fromfile(path + ".rows", bool)
+        shutil.copyfile(path, tmp)
+      off = np.fromfile(tmp, "<u4", n + 1, offset=4).astype(np.int64)
+      want = np.flatnonzero(~have)
+      runs = [(int(off[want[a]]), int(off[want[b] + 1])) for a, b in coalesce(off[want], off[want + 1])]
+      if len(runs) > 8 or 4 * sum(b - a for a, b in runs) > 3 * file.size: return False
+      with open(tmp, "r+b") as f:
+        for a, b in runs:
+          f.seek(a)
+          f.write(self.remote.read_range(self.prefix + file.name, a, b))
+      verify(tmp, file, self.where, self.validate_hash)
+    except (FileNotFoundError, FormatError, RemoteError): return False
+    self._add(fetched_bytes=sum(b - a for a, b in runs))
+    return True
+
+def open_shards(wants:list[tuple[Store, int, np.ndarray|None]], threads:int=16) -> list[Shard]:
+  """Map many shards at once, those that are not on this disk fetched in parallel: (store, shard, rows) with the rows wanted, int64[n], where a
+  part of the shard will do, None for the whole."""
+  def one(want, map=map) -> Shard:  # noqa: A002
+    store, shard, rows = want
+    return rows is not None and store.part(shard, rows, map) or store.open(shard)
+  with ThreadPoolExecutor(threads) as pool: return [one(wants[0], pool.map)] if len(wants) == 1 else list(pool.map(one, wants))
 
 class Fetcher:
   """Threads that fetch what an order is going to use before it is used. They only warm the cache: a reader calls Store.paths() itself.
 
-  At most `ahead` bytes and `shards` shards that lie after the position are fetched before it comes near them; what is in use at the position
-  comes first."""
-  def __init__(self, stores:list[Store], threads:int=8, ahead:int=1 << 29, shards:int=64):
+  What is in use at the position comes first, then at most `ahead` bytes and `shards` shards of what follows. The number of fetches at once grows
+  while that gains throughput, to `threads` at most, and is halved when a server says that it is too much."""
+  def __init__(self, stores:list[Store], threads:int=16, ahead:int=1 << 29, shards:int=64):
     self.stores, self.ahead, self.shards, self.position, self.next = stores, ahead, shards, 0, 0
-    self.change, self.stop = threading.Condition(), threading.Event()
-    self.lo = self.hi = self.store = self.shard = np.zeros(0, np.int64)
-    self.threads = [threading.Thread(target=self._run, name=f"fetch-{i}", daemon=True) for i in range(threads)]
+    self.change, self.stop, self.runs, self.full = threading.Condition(), threading.Event(), contextlib.ExitStack(), False
+    self.store = self.shard = self.lo = self.hi = np.zeros(0, np.int64)
+    self.positions:list[str] = []
+    self.most = max(1, min(threads, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8))
+    self.width, self.active, self.hold, self.rate = max(1, self.most // 2), 0, 0, 0.0
+    self._window()
+    self.threads = [threading.Thread(target=self._run, name=f"streaming-fetch-{i}", daemon=True) for i in range(self.most)]
     for t in self.threads: t.start()
 
   def feed(self, store:np.ndarray, shard:np.ndarray, lo:np.ndarray, hi:np.ndarray) -> None:
-    """The pieces to come, int64[n] each: number of the store, shard, and the positions [lo, hi) between which it is used. Replaces those before."""
+    """The pieces to come, int64[n] each: number of the store, shard, and the positions [lo, hi) between which it is used, counted on from one epoch
+    to the next. Replaces the pieces before; what lies farther than they reach is evicted first."""
     order = np.argsort(lo, kind="stable")
+    store, shard, lo, hi = (np.asarray(x, np.int64)[order] for x in (store, shard, lo, hi))
+    sizes, runs, positions = np.zeros(len(order), np.int64), contextlib.ExitStack(), []
+    for i, s in enumerate(self.stores):
+      mine = store == i
+      sizes[mine] = s.index.raw_size[shard[mine]]
+      if s.limit != UNLIMITED: positions.append(runs.enter_context(s.folder.run(s.table, self.position, shard[mine], lo[mine], hi[mine])))
+    self.runs.close()
     with self.change:
-      self.store, self.shard, self.lo, self.hi = (np.asarray(x, np.int64)[order] for x in (store, shard, lo, hi))
-      sizes = np.zeros(len(order), np.int64)
-      for i, s in enumerate(self.stores): sizes[self.store == i] = s.index.raw_size[self.shard[self.store == i]]
-      self.bytes, self.next = np.concatenate([[0], np.cumsum(sizes)]), 0
+      self.store, self.shard, self.lo, self.hi, self.runs, self.positions = store, shard, lo, hi, runs, positions
+      self.bytes, self.next, self.full = np.concatenate([[0], np.cumsum(sizes)]), 0, False
       self.change.notify_all()
 
   def advance(self, position:int) -> None:
     """The samples before this position have been used."""
+    for path in self.positions:
+      with open(path, "r+b", buffering=0) as f: f.write(position.to_bytes(8, "little"))
     with self.change:
-      self.position = position
+      self.position, self.full = position, False
       self.change.notify_all()
 
   def _pick(self) -> int|None:
+    if self.active >= self.width or self.full: return None
     while self.next < len(self.lo) and self.hi[self.next] <= self.position: self.next += 1
-    if (i := self.next) == len(self.lo): return None
-    k = int(np.searchsorted(self.lo, self.position, "right"))       # those before k are in use, or were
-    if i > k and (i - k >= self.shards or self.bytes[i + 1] - self.bytes[k] > self.ahead): return None
-    self.next += 1
-    return i
+    if (i := self.next) < len(self.lo):
+      k = int(np.searchsorted(self.lo, self.position, "right"))     # those before k are in use, or were
+      if i <= k or (i - k < self.shards and self.bytes[i + 1] - self.bytes[k] <= self.ahead):
+        self.next += 1
+        return i
+    self._window()                                                  # waiting for work says nothing of the throughput
+    return None
 
   def _run(self):
     while True:
       with self.change:
         while not self.stop.is_set() and (i := self._pick()) is None: self.change.wait()
         if self.stop.is_set(): return
-        store, shard = self.stores[self.store[i]], int(self.shard[i])
-      with contextlib.suppress(Exception): store.paths(shard, stop=self.stop, wait=False)     # who reads it gets the error
+        store, shard, before = self.stores[self.store[i]], int(self.shard[i]), max(0, int(self.lo[i]) - self.position)
+        pressure, feed = store.remote.pressure, self.lo
+        self.active += 1
+      room = True
+      with contextlib.suppress(Exception): room = store.warm(shard, before, self.stop)     # who reads it gets the error
+      with self.change:
+        self.active -= 1
+        if not room and feed is self.lo: self.next, self.full = min(self.next, i), True
+        self._adapt(int(store.index.raw_size[shard]), store.remote.pressure > pressure)
+        self.change.notify_all()
+
+  def _window(self): self.since, self.done, self.moved = time.monotonic(), 0, 0
+  def _adapt(self, size:int, pressed:bool):
+    self.done, self.moved = self.done + 1, self.moved + size
+    if pressed: self.width, self.hold, self.rate = max(1, self.width // 2), 16, 0.0
+    elif self.done < 2 * self.width: return
+    else:
+      rate = self.moved / max(1e-6, time.monotonic() - self.since)
+      if self.hold: self.hold -= 1
+      elif rate > 1.1 * self.rate: self.width, self.rate = min(self.most, 2 * self.width), rate
+      else: self.width, self.hold, self.rate = max(1, self.width // 2), 16, 0.0
+    self._window()
 
   def close(self) -> None:
+    """End the threads at once, with what they were fetching."""
     self.stop.set()
     with self.change: self.change.notify_all()
-    for t in self.threads: t.join()
+    idents = {t.ident for t in self.threads}
+    for t in self.threads:
+      while t.is_alive():
+        for s in self.stores: s.remote.cancel(idents)
+        t.join(0.05)
+    self.runs.close()

@@ -1,6 +1,6 @@
 """Bytes from a path, http(s):// (requests) or any fsspec URL: get, get a range, put, list."""
 from __future__ import annotations
-import email.utils, os, random, re, shutil, threading, time
+import contextlib, email.utils, os, random, re, shutil, socket, threading, time, weakref
 from typing import Any, Callable, Iterable
 from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
@@ -59,10 +59,10 @@ class Remote:
     if self.kind == "file" and "://" in self.url: self.url = unquote(urlsplit(self.url).path)
     self.where = redact(self.url)
     self.pressure = 0          # how often a server said, or showed, that it is asked for too much
-    self._thread = threading.local()
+    self._thread, self._sockets = threading.local(), weakref.WeakKeyDictionary()
   def __repr__(self) -> str: return f"Remote({self.where!r})"
-  def __getstate__(self) -> dict: return {k: v for k, v in self.__dict__.items() if k != "_thread"}
-  def __setstate__(self, state:dict): self.__dict__.update(state, _thread=threading.local())
+  def __getstate__(self) -> dict: return {k: v for k, v in self.__dict__.items() if k not in ("_thread", "_sockets")}
+  def __setstate__(self, state:dict): self.__dict__.update(state, _thread=threading.local(), _sockets=weakref.WeakKeyDictionary())
 
   def at(self, name:str) -> str: return f"{self.where.rstrip('/')}/{name}" if name else self.where
   def path(self, name:str) -> str: return os.path.join(os.path.expanduser(self.url), name)
@@ -72,10 +72,26 @@ class Remote:
   def _session(self):
     import requests
     if getattr(self._thread, "pid", None) != os.getpid():
-      self._thread.pid, self._thread.session = os.getpid(), requests.Session()
-      self._thread.session.headers.update(self.headers or {})
-      self._thread.session.auth = self.auth
+      self._thread.pid, self._thread.session, sockets = os.getpid(), (session := requests.Session()), self._sockets
+      class Adapter(requests.adapters.HTTPAdapter):                 # keeps the connections in sight, for cancel()
+        def get_connection_with_tls_context(self, *args, **kwargs):
+          pool = super().get_connection_with_tls_context(*args, **kwargs)
+          if isinstance(make := pool.ConnectionCls, type):
+            def connect(**kw):
+              sockets[conn := make(**kw)] = threading.get_ident()
+              return conn
+            pool.ConnectionCls = connect
+          return pool
+      for scheme in ("http://", "https://"): session.mount(scheme, Adapter())
+      session.headers.update(self.headers or {})
+      session.auth = self.auth
     return self._thread.session
+
+  def cancel(self, threads:set[int]) -> None:
+    """End the transfers of these threads (by ident) at once; each then fails as if the server had hung up."""
+    for conn, ident in list(self._sockets.items()):
+      if ident in threads and (sock := conn.sock) is not None:
+        with contextlib.suppress(OSError): sock.shutdown(socket.SHUT_RDWR)
   def _scrub(self, text:str) -> str:
     for s in _secrets([self.headers, self.auth if isinstance(self.auth, tuple) else None, self.storage_options]): text = text.replace(s, "***")
     return text.replace(self.url, self.where)
