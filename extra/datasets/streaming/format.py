@@ -522,11 +522,17 @@ class Shard:
     try: return self.schema.names.index(column)
     except ValueError: raise KeyError(f"{self.where}: no column {column!r}, have {', '.join(self.schema.names)}") from None
 
+  def fixed(self, column:str) -> np.ndarray|None:
+    """The column's bytes as V<size>[samples] over the mapped file, where every column has a fixed size; else None."""
+    i = self._column(column)
+    if self._stride is None: return None
+    return np.ndarray((self.samples,), f"V{self.schema.sizes[i]}", self.data, int(self.offsets[0]) + self._constant[i], (self._stride,))
+
   def place(self, column:str) -> tuple[int, int]|None:
     """(address in memory of the column's value in row 0, bytes from row to row), where every column has a fixed size; else None."""
     if column not in self._places:
-      at = self.data.ctypes.data + int(self.offsets[0]) + self._constant[self._column(column)]
-      self._places[column] = None if self._stride is None else (at, self._stride)
+      x = self.fixed(column)
+      self._places[column] = None if x is None else (x.__array_interface__["data"][0], self._stride)
     return self._places[column]
 
   def spans(self, rows:np.ndarray, column:str) -> tuple[np.ndarray, np.ndarray]:
