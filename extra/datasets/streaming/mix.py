@@ -21,7 +21,7 @@ def number(x:Any, what:str) -> Fraction:
     if isinstance(x, (bool, np.bool_)): raise ValueError
     m = re.fullmatch(r"([-+.\de]+?)([kmbt]?)", x.strip().lower().replace("_", "")) if isinstance(x, str) else None
     n = Fraction(m[1]) * 1000 ** " kmbt".index(m[2] or " ") if m else Fraction(x.item() if isinstance(x, np.generic) else x)
-  except (ValueError, TypeError, OverflowError): raise ValueError(f"{what}={x!r} is not a number (or one such as '100k')") from None
+  except (ValueError, TypeError, OverflowError, ZeroDivisionError): raise ValueError(f"{what}={x!r} is not a number (or one such as '100k')") from None
   if n < 0: raise ValueError(f"{what}={x!r} is negative")
   return n
 
@@ -30,8 +30,9 @@ def whole(x:Any, what:str) -> int:
   return int(n)
 
 def _schedule(points:Sequence, what:str) -> list[tuple[int, Fraction]]:
-  try: out = [(whole(t, what + " at sample"), number(w, what)) for t, w in points]
-  except TypeError: raise ValueError(f"{what}={points!r} is not a list of (sample, weight)") from None
+  try: pairs = [(t, w) for t, w in points]
+  except (TypeError, ValueError): raise ValueError(f"{what}={points!r} is not a list of (sample, weight)") from None
+  out = [(whole(t, what + " at sample"), number(w, what)) for t, w in pairs]
   at = [t for t, _ in out]
   if not out or at != sorted(at) or any(at.count(t) > 2 for t in set(at)):
     raise ValueError(f"{what}={points!r}: a schedule is a list of (sample, weight) by rising sample, two at one sample for a jump")
@@ -316,24 +317,23 @@ def _drawn(ramp:tuple, x:int, y:int) -> tuple[list[int], int]:
 class Line:
   """The pieces that some streams give an epoch, counts[i] samples of stream i from rank starts[i] of its walk on, and their order.
   Columns over the pieces: `shard` (streams by name), `first` (place in the shard's own order of the walk), and whether they are a `part`."""
-  def __init__(self, mix:Mix, epoch:int, streams:Sequence[int], counts:Sequence[int], starts:Sequence[int], block:int|None):
-    self.mix, cols = mix, []
+  def __init__(self, mix:Mix, epoch:int, streams:Sequence[int], counts:Sequence[int], starts:Sequence[int], block:int|None, unit:int=1):
+    self.mix, pieces = mix, []   # (stream, copy, samples of each shard, first of each shard)
     for i, count, start in zip(streams, counts, starts):
-      if not count: continue
-      a, n, total = mix.cut[i], mix.sizes[mix.cut[i]:mix.cut[i+1]], mix.total[i]
-      shards, (copies, rest) = np.arange(a, a + len(n)), divmod(count, total)
-      for c in range(copies): cols.append((shards, n, np.zeros(len(n), np.int64), np.full(len(n), c, np.int32), np.full(len(n), i, np.int32)))
+      n, total = mix.sizes[mix.cut[i]:mix.cut[i+1]], mix.total[i]
+      copies, rest = divmod(count, total) if count else (0, 0)
+      pieces += [(i, c, n, np.zeros(len(n), np.int64)) for c in range(copies)]
       if rest:
         first, end = mix.walk(i, start % total), mix.walk(i, (start + rest) % total)
-        take = end - first if start % total + rest < total else n - first + end
-        s = np.flatnonzero(take)
-        cols.append((shards[s], take[s], first[s], np.full(len(s), copies, np.int32), np.full(len(s), i, np.int32)))
+        pieces.append((i, copies, end - first if start % total + rest < total else n - first + end, first))
+    cols = [(k + mix.cut[i], take[k], first[k], np.full(len(k), copy, np.int32), np.full(len(k), i, np.int32))
+            for i, copy, take, first in pieces for k in [np.flatnonzero(take)]]
     cols = [np.concatenate(c) for c in zip(*cols)] or [np.zeros(0, np.int64)] * 5
     self.shard, self.count, self.first, number, stream = cols
     whole = self.count == mix.sizes[self.shard]
     self.part = None if whole.all() else ~whole
     self.order = Order(self.count, mix.key[self.shard], seed=mix.seed, epoch=epoch, lanes=mix.lanes, algo=mix.algo, block=block,
-                       stream=stream if len(streams) > 1 else None, copy=number if number.any() else None)
+                       stream=stream if len(streams) > 1 else None, copy=number if number.any() else None, unit=unit)
     self.kept:dict[int, np.ndarray] = {}
 
   def ids(self, pos:np.ndarray) -> np.ndarray:
@@ -439,6 +439,7 @@ class Blend(Plan):
   def __init__(self, mix:Mix, epoch:int, phases:list[list[int]]):
     if not mix.unit: raise ValueError(f"batching_method={mix.method!r} has an order only for a batch size: take it from a loader")
     self.mix, self.epoch, self.unit = mix, epoch, mix.unit
+    self.lane_unit = mix.unit if mix.method == "device_per_stream" else 1   # a rank's rows from one lane
     self.counts = [sum(c) for c in zip(*phases)]
     self.starts, self.length = mix.before(epoch, self.counts), sum(self.counts)
     units = np.diff(np.cumsum([[0] * len(self.counts), *phases], axis=0) // self.unit, axis=0).tolist()
@@ -453,7 +454,7 @@ class Blend(Plan):
   def stream(self, i:int) -> Line:
     if i not in self.lines:
       block = max(1, (self.mix.block or default_block(self.mix.lanes)) * self.counts[i] // self.length)
-      self.lines[i] = Line(self.mix, self.epoch, [i], [self.counts[i]], [self.starts[i]], block)
+      self.lines[i] = Line(self.mix, self.epoch, [i], [self.counts[i]], [self.starts[i]], block, self.lane_unit)
     return self.lines[i]
 
   def _chunk(self, number:int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -486,7 +487,7 @@ class Blend(Plan):
   def slice(self, start:int, stop:int, rank:int, ranks:int) -> np.ndarray:
     pos = np.arange(start, stop)
     which, n = self._look(pos, 0), len(pos)
-    lane = np.zeros(n, np.int64) if self.mix.lanes == 1 else interleave(self._look(pos, 1), self.mix.lanes)[0]
+    lane = np.zeros(n, np.int64) if self.mix.lanes == 1 else interleave(self._look(pos, 1), self.mix.lanes, self.lane_unit)[0]
     if self.mix.method != "stratified": return pos[np.argsort(lane, kind="stable")[n * rank // ranks:n * (rank + 1) // ranks]]
     # deal the rows round robin by stream; which row of the stream a rank's share is goes by lane
     by, turn = np.lexsort([lane, which]), np.arange(n) % ranks

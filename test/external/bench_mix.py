@@ -1,0 +1,45 @@
+"""What a mixture's order costs, beside its limits: PYTHONPATH=. python test/external/bench_mix.py"""
+import time
+import numpy as np
+from extra.datasets.streaming.mix import METHODS, Mix, Source, Stream, Tree
+
+def mix(streams, total, shard=8192, **kw):
+  sizes = np.full(total // streams // shard, shard, np.int64)
+  return Mix([Source(f"s{i}", sizes, Stream(local=f"s{i}")) for i in range(streams)], shuffle=True, **kw)
+
+def once(f, *args):
+  t = time.perf_counter()
+  out = f(*args)
+  return out, time.perf_counter() - t
+
+def show(name, got, limit, unit): print(f"{name:66s} {got:9.3f} {unit:3s} limit {limit:9.3f}  ratio {got / limit:5.2f}", flush=True)
+
+def order(m, batch, n=1 << 20):
+  """Seconds for construct + plan + first 1,024 ids at 90 %, then ns a sample of steady streaming by batches."""
+  plan, construct = once(m.plan, 1)
+  at = plan.length * 9 // 10
+  _, first = once(plan.ids, np.arange(at, at + 1024))
+  plan.ids(np.arange(at, at + (1 << 17)))
+  best = np.inf
+  for k in range(3):
+    start = at + (1 << 17) + k * n
+    best = min(best, once(lambda s: [plan.ids(np.arange(b, b + batch)) for b in range(s, s + n, batch)], start)[1])
+  return construct, first, best / n * 1e9
+
+if __name__ == "__main__":
+  for batch in (256, 4096, 65536):
+    one = order(mix(1, 10**9), batch)
+    print(f"one stream of 10^9, batch {batch}: construct {one[0]:.3f} s, first 1,024 ids {one[1]:.3f} s, {one[2]:.0f} ns a sample")
+    for method in METHODS:
+      got = order(mix(100, 10**9, batching_method=method, unit=256), batch)
+      print(f"  100 streams, {method}: construct {got[0]:.3f} s, first 1,024 ids {got[1]:.3f} s")
+      show(f"  100 streams, {method}, a sample", got[2], 2 * one[2] if method == "random" else 200, "ns")
+  rng = np.random.default_rng(0)
+  n = rng.integers(1, 2 * 10**9, 1000).tolist()
+  tree = Tree([n], 1)
+  units = rng.integers(0, sum(n), 1000).tolist()
+  tree.find(0)
+  show("one label among 1,000 streams", once(lambda: [tree.find(u) for u in units])[1], 0.2, "ms")
+  m = mix(1000, 10**9, 8192, batching_method="stratified")
+  plan, construct = once(m.plan, 0)
+  show("the first id of a mixture of 1,000 streams", construct + once(plan.ids, np.array([5 * 10**8]))[1], 0.2, "s")
