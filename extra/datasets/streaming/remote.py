@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib, email.utils, os, random, re, shutil, socket, threading, time, weakref
 from typing import Any, Callable, Iterable
 from urllib.parse import quote, unquote, urlsplit, urlunsplit
+from .format import need
 
 SLOW, BLOCK, STEP = 1024, 1 << 18, 1 << 24    # bytes/s under which a transfer counts as stalled; bytes asked at once of a socket, of a file
 
@@ -105,7 +106,7 @@ class Remote:
         wait = max(min(why.wait, self.timeout), min(30, 0.25 * 2 ** n) * random.uniform(0.5, 1.5))
         if stop is None: time.sleep(wait)
         else: stop.wait(wait)
-    raise RemoteError(f"{verb} {self.at(name)}: {why} ({self.retry + 1} attempts)", why.status, why.corrupt)
+    raise RemoteError(f"{verb} {self.at(name)}: {why} ({self.retry + 1} attempt{'s' if self.retry else ''})", why.status, why.corrupt)
 
   # one attempt, by kind: hand the bytes to sink, in pieces
   def _http(self, name:str, sink:Callable[[bytes], Any], size:int|None, span:tuple[int, int]|None, stop:threading.Event|None):
@@ -154,21 +155,23 @@ class Remote:
 
   def _fsspec(self, name:str, sink:Callable[[bytes], Any], size:int|None, span:tuple[int, int]|None, stop:threading.Event|None):
     pace, (lo, hi), got = _Pace(self.timeout), span or (0, size), 0
-    for a in range(lo, hi, STEP) if hi is not None else (None,):
-      chunk = self._call("GET", name, lambda fs, path: fs.cat_file(path) if a is None else fs.cat_file(path, start=a, end=min(a + STEP, hi)))
+    more = 1 if size is not None and span is None else 0            # a byte after the last shows a file that is too long
+    for a in range(lo, hi, STEP) if hi else (None,):
+      end = None if a is None else a + STEP if a + STEP < hi else hi + more
+      chunk = self._call("GET", name, lambda fs, _, path: fs.cat_file(path, start=a, end=end))
       got += len(chunk)
       sink(chunk)
       pace(len(chunk))
       if stop is not None and stop.is_set(): raise Cancelled(f"GET {self.at(name)}: stopped")
     if size is not None and got != size: raise _Again(f"{got} bytes where {size} are expected")
 
-  def _call(self, verb:str, name:str, fn:Callable[[Any, str], Any]) -> Any:
-    """fn(filesystem, path), with the filesystem's errors made RemoteError (final) or _Again."""
-    try: from fsspec.core import url_to_fs
-    except ImportError: raise ImportError(f'{self.where} needs fsspec: pip install "tinygrad-streaming[cloud]"') from None
+  def _call(self, verb:str, name:str, fn:Callable[[Any, str, str], Any]) -> Any:
+    """fn(filesystem, root, path), with the filesystem's errors made RemoteError (final) or _Again."""
+    fsspec = need("fsspec", "cloud")
     try:
-      fs, root = url_to_fs(self.url, **(self.storage_options or {}))
-      return fn(fs, f"{root.rstrip('/')}/{name}" if name else root)
+      fs, root = fsspec.core.url_to_fs(self.url, **(self.storage_options or {}))
+      fs.invalidate_cache()                                         # listings that others may have changed
+      return fn(fs, root.rstrip("/"), f"{root.rstrip('/')}/{name}")
     except (FileNotFoundError, PermissionError) as e: why, status = e, 404 if isinstance(e, FileNotFoundError) else 403
     except (ImportError, ValueError) as e: why, status = e, None
     except Exception as e: raise _Again(self._scrub(f"{type(e).__name__}: {e}")) from None
@@ -216,14 +219,22 @@ class Remote:
   def put(self, path:str, name:str) -> None:
     """Store the file at `path` as `name`, replacing what is there. By HTTP it is a PUT."""
     def once():
-      if self.kind == "fsspec": self._call("PUT", name, lambda fs, dst: fs.put_file(path, dst))
+      if self.kind == "fsspec": self._call("PUT", name, lambda fs, _, dst: fs.put_file(path, dst))
       elif self.kind == "file":
         os.makedirs(os.path.dirname(dst := self.path(name)) or ".", exist_ok=True)
         shutil.copyfile(path, tmp := f"{dst}.{os.getpid()}.{threading.get_ident()}.tmp")
         os.replace(tmp, dst)
       else:
-        with open(path, "rb") as f: self._http_call("PUT", name, data=f)
+        with open(path, "rb") as f: self._http_call("PUT", name, data=f if os.path.getsize(path) else b"")
     self._attempts("PUT", name, once)
+
+  def delete(self, name:str) -> None:
+    """Remove the file `name`. By HTTP it is a DELETE."""
+    def once():
+      if self.kind == "fsspec": self._call("DELETE", name, lambda fs, path: fs.rm_file(path))
+      elif self.kind == "http": self._http_call("DELETE", name)
+      else: os.remove(self.path(name))
+    self._attempts("DELETE", name, once)
 
   def _http_call(self, verb:str, name:str, **kwargs):
     from requests import RequestException
@@ -236,7 +247,7 @@ class Remote:
   def size(self, name:str) -> int:
     """Bytes of the file `name`. Raises RemoteError with status 404 when there is none."""
     def once() -> int:
-      if self.kind == "fsspec": return int(self._call("HEAD", name, lambda fs, path: fs.info(path))["size"])
+      if self.kind == "fsspec": return int(self._call("HEAD", name, lambda fs, _, path: fs.info(path))["size"])
       if self.kind == "http":
         length = self._http_call("HEAD", name, headers={"Accept-Encoding": "identity"}).get("Content-Length")
         if length is None: raise RemoteError(f"HEAD {self.at(name)}: the server does not tell the size")
@@ -255,11 +266,8 @@ class Remote:
     """(name, bytes) of every file whose name starts with `prefix`, a folder, in the order of the names."""
     if self.kind == "http": raise RemoteError(f"{self.where}: files on an HTTP server cannot be listed; give their names")
     if self.kind == "fsspec":
-      def find(fs, root):
-        fs.invalidate_cache()
-        return {k: v["size"] for k, v in fs.find(root, detail=True).items()}, self._call("LIST", "", lambda _, base: base.strip("/"))
-      found, base = self._attempts("LIST", prefix, lambda: self._call("LIST", prefix, find))
-      return sorted((k.strip("/")[len(base) + 1:], v) for k, v in found.items())
+      def find(fs, root, path): return [(k.lstrip("/")[len(root.lstrip("/")):].lstrip("/"), v["size"]) for k, v in fs.find(path, detail=True).items()]
+      return sorted(self._attempts("LIST", prefix, lambda: self._call("LIST", prefix, find)))
     root = self.path("")
     return sorted((os.path.relpath(p, root), os.path.getsize(p)) for folder, _, names in os.walk(self.path(prefix)) for n in names
                   if os.path.isfile(p := os.path.join(folder, n)))
