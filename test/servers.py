@@ -43,10 +43,13 @@ class _Handler(http.server.BaseHTTPRequestHandler):
   def do_HEAD(self): self.do_GET()
   def do_PUT(self):
     body = self.rfile.read(int(self.headers["Content-Length"]))
-    self.answer(201 if (fault := self.ask()).status == 0 else fault.status, b"")
-    if fault.status == 0:
+    if (fault := self.ask()).status == 0:
       os.makedirs(os.path.dirname(path := self.file()), exist_ok=True)
       with open(path, "wb") as f: f.write(body)
+    self.answer(fault.status or 201, b"")
+  def do_DELETE(self):
+    if (fault := self.ask()).status == 0 and os.path.exists(self.file()): os.remove(self.file())
+    self.answer(fault.status or 204, b"")
 
   def file(self) -> str: return os.path.join(self.server.folder, unquote(self.path.split("?")[0]).lstrip("/"))
   def ask(self) -> Fault:
