@@ -1,6 +1,6 @@
 """Streams and weights: which samples make an epoch and in which order, as a function of the position. Counts are whole numbers and exact."""
 from __future__ import annotations
-import bisect, copy, hashlib, heapq, json, math, re
+import bisect, hashlib, heapq, json, math, re
 from fractions import Fraction
 from typing import Any, Iterator, NamedTuple, Sequence
 import numpy as np
@@ -21,7 +21,7 @@ def number(x:Any, what:str) -> Fraction:
     if isinstance(x, (bool, np.bool_)): raise ValueError
     m = re.fullmatch(r"([-+.\de]+?)([kmbt]?)", x.strip().lower().replace("_", "")) if isinstance(x, str) else None
     n = Fraction(m[1]) * 1000 ** " kmbt".index(m[2] or " ") if m else Fraction(x.item() if isinstance(x, np.generic) else x)
-  except (ValueError, TypeError, OverflowError, ZeroDivisionError): raise ValueError(f"{what}={x!r} is not a number (or one such as '100k')") from None
+  except (ValueError, TypeError, OverflowError, ZeroDivisionError): raise ValueError(f"{what}={x!r} is no number, nor one like '100k'") from None
   if n < 0: raise ValueError(f"{what}={x!r} is negative")
   return n
 
@@ -97,7 +97,27 @@ def integers(weights:Sequence[Fraction]) -> list[int]:
   scale = math.lcm(*(w.denominator for w in weights))
   return [int(w * scale) for w in weights]
 
+def _weight(points:list[tuple[int, Fraction]], t:int, right:bool) -> Fraction:
+  # the limit of a schedule at t, from the right or from the left
+  j = (bisect.bisect_right if right else bisect.bisect_left)([x for x, _ in points], t)
+  if j == 0 or j == len(points): return points[max(0, j - 1)][1]
+  (a, v), (b, w) = points[j-1:j+1]
+  return v + (w - v) * Fraction(t - a, b - a)
+
+def _drawn(ramp:tuple, x:int, y:int) -> tuple[list[int], int]:
+  # the shares of a ramp integrated over its samples [x, y), as whole numbers of 1 / unit samples
+  a, b, p, q = ramp
+  length = 1 if b == math.inf else b - a
+  return [(y - x) * (2 * v * length + (w - v) * (x + y - 2 * a)) for v, w in zip(p, q)], 2 * length * SHARE
+
 # *** the mix ***
+
+def _digest(data:bytes) -> str: return hashlib.blake2b(data, digest_size=4).hexdigest()
+def _bucket(name:str) -> int: return hash64(name) % 64
+def _buckets(streams:dict[str, str]) -> list[str]:
+  parts:list[list[str]] = [[] for _ in range(64)]
+  for name in sorted(streams): parts[_bucket(name)].append(f"{name}\0{streams[name]}\0")
+  return [_digest("".join(p).encode()) for p in parts]
 
 class Mix:
   """
@@ -115,22 +135,19 @@ class Mix:
 
   Raises ValueError naming the stream or the option.
   """
-  def __init__(self, sources:Sequence[Source], *, shuffle:bool=False, algo:str="py1e", seed:int=9176, block:int|None=None, lanes:int=1,
+  def __init__(self, sources:Sequence[Source], *, shuffle:bool=False, algo:str="py1e", seed:int=9176, block:int|None=None, lanes:int|None=None,
                epoch_size:int|str|None=None, sampling_method:str="balanced", sampling_granularity:int|str=1, batching_method:str="random",
                unit:int|None=None, on_exhausted:str="repeat"):
-    for what, x, ok in (("batching_method", batching_method, METHODS), ("sampling_method", sampling_method, ("balanced", "fixed")),
-                        ("on_exhausted", on_exhausted, ("repeat", "stop", "drop"))):
-      if x not in ok: raise ValueError(f"{what}={x!r} is not one of {', '.join(ok)}")
-    self.algo, self.seed, self.block, self.lanes = algo if shuffle else None, seed, block, lanes
-    self.method, self.sampling, self.on_exhausted, self.unit = batching_method, sampling_method, on_exhausted, unit if batching_method in METHODS[2:] else 1
+    for what, x, known in (("batching_method", batching_method, METHODS), ("sampling_method", sampling_method, ("balanced", "fixed")),
+                           ("on_exhausted", on_exhausted, ("repeat", "stop", "drop"))):
+      if x not in known: raise ValueError(f"{what}={x!r} is not one of {', '.join(known)}")
+    self.algo, self.seed, self.block, self.lanes = algo if shuffle else None, seed, block, lanes or 1
+    self.method, self.sampling, self.on_exhausted = batching_method, sampling_method, on_exhausted
+    self.unit = unit if batching_method in ("per_stream", "device_per_stream") else 1
     self.grain = None if sampling_granularity == "shard" else whole(sampling_granularity, "sampling_granularity")
     if self.grain == 0: raise ValueError("sampling_granularity=0 takes nothing: use 1 or more, or 'shard'")
-    seen:dict[str, int] = {}
-    for s in sources: seen[s.name] = 0
-    names = []
-    for s in sources:
-      seen[s.name] += 1
-      names.append(s.name if seen[s.name] == 1 else f"{s.name}#{seen[s.name]}")
+    names = [s.name for s in sources]
+    names = [n if (k := names[:i].count(n)) == 0 else f"{n}#{k + 1}" for i, n in enumerate(names)]   # a stream may be given twice
     by = sorted(range(len(sources)), key=names.__getitem__)
     self.names, self.sources = [names[i] for i in by], [sources[i] for i in by]
     sizes = [np.asarray(s.sizes, np.int64) for s in sources]
@@ -144,7 +161,7 @@ class Mix:
     self.cut = np.cumsum([0, *(len(sizes[i]) for i in by)])
     self.total = [int(sizes[i].sum()) for i in by]
     self._weigh(None if epoch_size is None else whole(epoch_size, "epoch_size"))
-    self._plans:dict[int, Plan] = {}
+    self._plans:dict[int, Plan|Blend] = {}
 
   def _weigh(self, epoch_size:int|None):
     streams, kinds = [s.stream for s in self.sources], {s.stream.kind for s in self.sources}
@@ -158,42 +175,41 @@ class Mix:
     for name, s, n, u in zip(self.names, streams, self.total, used):
       if s.kind and u and not n: raise ValueError(f"stream {name} has no samples but {s.kind}={getattr(s, s.kind)!r}: leave it out or give it 0")
     if streams and not any(used): raise ValueError(f"all weights are 0: {', '.join(self.names)}")
-    self.counts:list[int]|None = None   # of each stream every epoch, when nobody asked for shares
     if "proportion" not in kinds and epoch_size is None:
-      self.counts = [int(s.points[0][1]) if s.kind == "choose" else int(s.points[0][1] * n + Fraction(1, 2)) for s, n in zip(streams, self.total)]
-      self.size = sum(self.counts)
+      counts = [int(s.points[0][1]) if s.kind == "choose" else int(s.points[0][1] * n + Fraction(1, 2)) for s, n in zip(streams, self.total)]
+      self.size, self.same = sum(counts), [counts]
       return
-    self.size = epoch_size if epoch_size is not None else sum(n for n, u in zip(self.total, used) if u)
+    self.size = sum(n for n, u in zip(self.total, used) if u) if epoch_size is None else epoch_size
     points = [s.points if s.kind else [(0, Fraction(n))] for s, n in zip(streams, self.total)]
     if self.size and not any(w for p in points for _, w in p): raise ValueError(f"epoch_size={self.size} but no stream has samples")
-    knots = sorted({t for p in points for t, _ in p})
-    self.constant = integers([p[0][1] for p in points]) if len(knots) == 1 else None
-    if self.constant: return
+    knots = sorted({t for p in points if len(p) > 1 for t, _ in p})
+    self.same = None if knots else self._exhaust(integers([p[0][1] for p in points]))
+    if not knots: return
     if self.on_exhausted != "repeat": raise ValueError(f"on_exhausted={self.on_exhausted!r} does not go with a schedule of weights")
-    # (from, to, shares at from, shares at to) between the knots, then for ever
-    def shares(t, side):
-      w = [_weight(p, t, side) for p in points]
-      if not any(w): raise ValueError(f"all weights are 0 at sample {t}: {', '.join(self.names)}")
+    def shares(t, right):
+      if not any(w := [_weight(p, t, right) for p in points]): raise ValueError(f"all weights are 0 at sample {t}: {', '.join(self.names)}")
       return share(SHARE, integers(w))
-    last = shares(knots[-1], 1)
-    self.ramps = [(a, b, shares(a, 1), shares(b, 0)) for a, b in zip(knots, knots[1:])] + [(knots[-1], None, last, last)]
-    if knots[0]: self.ramps.insert(0, (0, knots[0], shares(knots[0], 0), shares(knots[0], 0)))
+    # (from, to, shares at from, shares at to) before the first knot, between the knots, then for ever
+    first, last = shares(knots[0], False), shares(knots[-1], True)
+    self.ramps = [(0, knots[0], first, first), *((a, b, shares(a, True), shares(b, False)) for a, b in zip(knots, knots[1:])),
+                  (knots[-1], math.inf, last, last)]
+
+  def _exhaust(self, weights:list[int]) -> list[list[int]]:
+    if self.on_exhausted == "repeat": return [share(self.size, weights)]
+    out, todo, left = [[0] * len(weights)], self.size, self.total
+    while todo and any(weights := [w if n else 0 for w, n in zip(weights, left)]):
+      length = min(todo, *(n * sum(weights) // w for w, n in zip(weights, left) if w))  # until the first one has no more
+      out.append(share(length, weights))
+      todo, left = todo - length, [n - c for n, c in zip(left, out[-1])]
+      if self.on_exhausted == "stop": break
+    return out[1:] or out
 
   def phases(self, epoch:int) -> list[list[int]]:
     """The samples of each stream (by name) in each stretch of the epoch over which the weights stay the same."""
-    if self.counts is not None: return [self.counts]
-    out:list[list[int]] = []
-    if self.constant:
-      if self.on_exhausted == "repeat": return [share(self.size, self.constant)]
-      todo, left, w = self.size, self.total, self.constant
-      while todo and any(w := [v if n else 0 for v, n in zip(w, left)]):
-        length = min(todo, *(n * sum(w) // v for v, n in zip(w, left) if v))
-        out.append(share(length, w))
-        todo, left = todo - length, [n - c for n, c in zip(left, out[-1])]
-        if self.on_exhausted == "stop": break
-      return out or [[0] * len(self.total)]
+    if self.same is not None: return self.same
+    out = []
     for ramp in self.ramps:
-      a, b = max(ramp[0], epoch * self.size), min(ramp[1] or math.inf, (epoch + 1) * self.size)
+      a, b = max(ramp[0], epoch * self.size), min(ramp[1], (epoch + 1) * self.size)
       given, steps = [0] * len(self.total), 1 if ramp[2] == ramp[3] else min(STEPS, b - a)
       for x, y in ((a + (b - a) * k // steps, a + (b - a) * (k + 1) // steps) for k in range(steps if a < b else 0)):
         drawn, unit = _drawn(ramp, a, y)
@@ -202,15 +218,11 @@ class Mix:
     return out or [[0] * len(self.total)]
 
   def before(self, epoch:int, counts:list[int]) -> list[int]:
-    """How many samples of each stream earlier epochs took, up to rounding: where its walk goes on."""
-    if self.sampling == "fixed": return [0] * len(counts)
-    if self.counts is not None or self.constant: return [epoch * c for c in counts]
-    out = [0] * len(counts)
-    for ramp in self.ramps:
-      if ramp[0] < (end := min(ramp[1] or math.inf, epoch * self.size)):
-        drawn, unit = _drawn(ramp, ramp[0], end)
-        out = [n + d // unit for n, d in zip(out, drawn)]
-    return out
+    """How many samples of each stream the epochs before took, up to rounding, when this one takes `counts`: where their walks go on."""
+    if self.same is not None or self.sampling == "fixed": return [epoch * c * (self.sampling != "fixed") for c in counts]
+    ramps = [(r, end) for r in self.ramps if r[0] < (end := min(r[1], epoch * self.size))]
+    drawn = [[d // unit for d in got] for r, end in ramps for got, unit in [_drawn(r, r[0], end)]]
+    return list(map(sum, zip([0] * len(counts), *drawn)))
 
   def walk(self, i:int, rank:int) -> np.ndarray:
     """How many samples of each shard of stream i are among the first `rank` of its walk: sample j of a shard of n is due at (j + u) / n."""
@@ -228,24 +240,26 @@ class Mix:
     more = due(hi) - count   # due at the same time: in the order of the shards
     return count + np.clip(rank - count.sum() - (np.cumsum(more) - more), 0, more)
 
-  def length(self, epoch:int) -> int: return sum(map(sum, self.phases(epoch)))
+  def length(self, epoch:int, whole:bool=False) -> int:
+    """The samples of an epoch; with `whole`, those in whole units, which come first."""
+    counts, unit = map(sum, zip(*self.phases(epoch))), self._unit() if whole else 1
+    return sum(c // unit * unit for c in counts)
 
-  def plan(self, epoch:int) -> Plan:
+  def _unit(self) -> int:
+    if self.unit: return self.unit
+    raise ValueError(f"batching_method={self.method!r} has an order only for a batch size: take it from a loader")
+
+  def plan(self, epoch:int) -> Plan|Blend:
     """The order of an epoch. The last two are kept."""
     if epoch not in self._plans:
       phases = self.phases(epoch)
-      plan = (Plan if self.method == "random" and len(phases) == 1 else Blend)(self, epoch, phases)
+      starts = self.before(epoch, [sum(c) for c in zip(*phases)])
+      plan = Plan(self, epoch, range(len(starts)), phases[0], starts, self.block) if self.method == "random" and len(phases) == 1 else \
+             Blend(self, epoch, phases, starts)
       self._plans = {**dict(list(self._plans.items())[-1:]), epoch: plan}
     return self._plans[epoch]
 
   # *** what a loader settles, and what it saves ***
-
-  def bind(self, *, lanes:int|None=None, unit:int|None=None) -> Mix:
-    """The same mix cut into `lanes`, with batches by units of `unit`."""
-    out = copy.copy(self)
-    out.lanes, out._plans = self.lanes if lanes is None else lanes, {}
-    if unit is not None and self.method in METHODS[2:]: out.unit = unit
-    return out
 
   def unit_of(self, batch:int, ranks:int) -> int:
     """How many samples of a batch must come from one stream."""
@@ -284,39 +298,18 @@ class Mix:
   def _streams(self) -> dict[str, str]:
     out = {}
     for name, s, n, a, b in zip(self.names, self.sources, self.total, self.cut, self.cut[1:]):
-      points = s.stream.points if len(s.stream.points) > 1 else s.stream.points[0][1]
-      how = f"{s.stream.kind} {[(t, float(w)) for t, w in points] if isinstance(points, list) else float(points)}" if s.stream.kind else "once"
-      if len(how) > 80: how = f"{s.stream.kind} of {len(points)} points {_digest(how.encode())}"
+      how = f"{s.stream.kind} {[(t, float(w)) for t, w in s.stream.points] if len(s.stream.points) > 1 else float(s.stream.points[0][1])}"
+      if not s.stream.kind: how = "once"
+      if len(how) > 80: how = f"{s.stream.kind} of {len(s.stream.points)} points {_digest(how.encode())}"
       out[name] = f"{n} samples in {b - a} shards {_digest(self.sizes[a:b].astype('<i8').tobytes())}, {how}"
     return out
 
   def __getstate__(self) -> dict[str, Any]: return {**self.__dict__, "_plans": {}}
 
-def _digest(data:bytes) -> str: return hashlib.blake2b(data, digest_size=4).hexdigest()
-def _bucket(name:str) -> int: return hash64(name) % 64
-def _buckets(streams:dict[str, str]) -> list[str]:
-  parts:list[list[str]] = [[] for _ in range(64)]
-  for name in sorted(streams): parts[_bucket(name)].append(f"{name}\0{streams[name]}\0")
-  return [_digest("".join(p).encode()) for p in parts]
-
-def _weight(points:list[tuple[int, Fraction]], t:int, right:bool) -> Fraction:
-  # the limit of a schedule at t, from the right or from the left
-  j = (bisect.bisect_right if right else bisect.bisect_left)([x for x, _ in points], t)
-  if j == 0 or j == len(points): return points[max(0, j - 1)][1]
-  (a, v), (b, w) = points[j-1:j+1]
-  return v + (w - v) * Fraction(t - a, b - a)
-
-def _drawn(ramp:tuple, x:int, y:int) -> tuple[list[int], int]:
-  # the shares of a ramp integrated over its samples [x, y), as whole numbers of 1 / unit samples
-  a, b, p, q = ramp
-  length = 1 if b is None else b - a
-  return [(y - x) * (2 * v * length + (w - v) * (x + y - 2 * a)) for v, w in zip(p, q)], 2 * length * SHARE
-
 # *** the order of an epoch ***
 
-class Line:
-  """The pieces that some streams give an epoch, counts[i] samples of stream i from rank starts[i] of its walk on, and their order.
-  Columns over the pieces: `shard` (streams by name), `first` (place in the shard's own order of the walk), and whether they are a `part`."""
+class Plan:
+  """The order of some streams' pieces of an epoch: counts[i] samples of streams[i], from the starts[i]-th of its walk on."""
   def __init__(self, mix:Mix, epoch:int, streams:Sequence[int], counts:Sequence[int], starts:Sequence[int], block:int|None, unit:int=1):
     self.mix, pieces = mix, []   # (stream, copy, samples of each shard, first of each shard)
     for i, count, start in zip(streams, counts, starts):
@@ -326,20 +319,29 @@ class Line:
       if rest:
         first, end = mix.walk(i, start % total), mix.walk(i, (start + rest) % total)
         pieces.append((i, copies, end - first if start % total + rest < total else n - first + end, first))
-    cols = [(k + mix.cut[i], take[k], first[k], np.full(len(k), copy, np.int32), np.full(len(k), i, np.int32))
-            for i, copy, take, first in pieces for k in [np.flatnonzero(take)]]
+    cols = [(k + mix.cut[i], take[k], first[k], np.full(len(k), c, np.int32), np.full(len(k), i, np.int32))
+            for i, c, take, first in pieces for k in [np.flatnonzero(take)]]
     cols = [np.concatenate(c) for c in zip(*cols)] or [np.zeros(0, np.int64)] * 5
     self.shard, self.count, self.first, number, stream = cols
     whole = self.count == mix.sizes[self.shard]
     self.part = None if whole.all() else ~whole
     self.order = Order(self.count, mix.key[self.shard], seed=mix.seed, epoch=epoch, lanes=mix.lanes, algo=mix.algo, block=block,
                        stream=stream if len(streams) > 1 else None, copy=number if number.any() else None, unit=unit)
-    self.kept:dict[int, np.ndarray] = {}
+    self.length, self.kept = self.order.length, {}
 
   def ids(self, pos:np.ndarray) -> np.ndarray:
+    """The global sample ids at positions, int64[n]."""
     piece, k = self.order.take(pos)
     if self.part is not None and len(i := np.flatnonzero(self.part[piece])): k[i] = self._chosen(piece[i], k[i])
     return self.mix.start[self.shard[piece]] + k
+
+  def slice(self, start:int, stop:int, rank:int, ranks:int) -> np.ndarray:
+    """The positions of the global batch [start, stop) that `rank` takes, int64[m]."""
+    return rank_slice(start, stop, self.mix.lanes, rank, ranks)
+
+  def reach(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(shard, lo, hi), int64[P] each: a piece of global shard number `shard` is read between the positions lo and hi (exclusive)."""
+    return self.mix.shard[self.shard], *self.order.reach()
 
   def _chosen(self, piece:np.ndarray, k:np.ndarray) -> np.ndarray:
     # which samples of its shard a part is: a permutation of the shard, from `first` on
@@ -353,25 +355,6 @@ class Line:
         self.kept[p] = np.sort(permute((first[x] + np.arange(self.count[p])) % n[x], int(n[x]), int(key[x])))
       k[at == x] = self.kept[p][k[at == x]]
     return k
-
-class Plan:
-  """The order of one epoch: one line of all streams' pieces."""
-  def __init__(self, mix:Mix, epoch:int, phases:list[list[int]]):
-    self.mix, counts = mix, phases[0]
-    self.line = Line(mix, epoch, range(len(counts)), counts, mix.before(epoch, counts), mix.block)
-    self.length = self.full = self.line.order.length   # positions, and how many of them are in whole units
-
-  def ids(self, pos:np.ndarray) -> np.ndarray:
-    """The global sample ids at positions, int64[n]."""
-    return self.line.ids(pos)
-
-  def slice(self, start:int, stop:int, rank:int, ranks:int) -> np.ndarray:
-    """The positions of the global batch [start, stop) that `rank` takes, int64[m]."""
-    return rank_slice(start, stop, self.mix.lanes, rank, ranks)
-
-  def reach(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(shard, lo, hi), int64[P] each: a piece of global shard number `shard` is read between the positions lo and hi (exclusive)."""
-    return self.mix.shard[self.line.shard], *self.line.order.reach()
 
 class Tree:
   """Which stream each unit is of: a Huffman tree over the streams whose node gives its left child floor((c * left + phase) / n) of its first c units,
@@ -433,29 +416,26 @@ class Tree:
       for kid in self.kids[x]: out[:, kid] = out[:, self.streams + x] + 1 / np.maximum(1, n[:, self.streams + x])
     return out[:, :self.streams]
 
-class Blend(Plan):
-  """The order of one epoch of streams that each have a line of their own: a tree says whose turn it is. Positions go by units of mix.unit samples;
-  what is left of each stream comes after the whole units, stream by stream."""
-  def __init__(self, mix:Mix, epoch:int, phases:list[list[int]]):
-    if not mix.unit: raise ValueError(f"batching_method={mix.method!r} has an order only for a batch size: take it from a loader")
-    self.mix, self.epoch, self.unit = mix, epoch, mix.unit
-    self.lane_unit = mix.unit if mix.method == "device_per_stream" else 1   # a rank's rows from one lane
-    self.counts = [sum(c) for c in zip(*phases)]
-    self.starts, self.length = mix.before(epoch, self.counts), sum(self.counts)
-    units = np.diff(np.cumsum([[0] * len(self.counts), *phases], axis=0) // self.unit, axis=0).tolist()
-    self.tree = Tree(units, hash64(mix.seed, epoch, "tree"))
-    self.full = self.tree.edge[-1] * self.unit
-    self.whole = [c // self.unit * self.unit for c in self.counts]
+class Blend:
+  """The order of an epoch whose streams have an order each: a tree says whose turn it is. Positions go by units of mix.unit samples; what is left
+  of each stream comes after the whole units, stream by stream. Methods as those of Plan."""
+  def __init__(self, mix:Mix, epoch:int, phases:list[list[int]], starts:list[int]):
+    self.mix, self.epoch, self.starts, self.unit = mix, epoch, starts, mix._unit()
+    self.lane_unit = self.unit if mix.method == "device_per_stream" else 1   # a rank's rows from one lane
+    ends = np.cumsum([[0] * len(mix.total), *phases], axis=0)
+    self.counts, self.whole = ends[-1].tolist(), (ends[-1] // self.unit * self.unit).tolist()
+    self.tree = Tree(np.diff(ends // self.unit, axis=0).tolist(), hash64(mix.seed, epoch, "tree"))
+    self.full, self.length = sum(self.whole), sum(self.counts)
     self.tail = self.full + np.cumsum([0, *(c - w for c, w in zip(self.counts, self.whole))])
     self.step = max(1, CHUNK // self.unit) * self.unit
-    self.lines:dict[int, Line] = {}
+    self.plans:dict[int, Plan] = {}
     self.chunks:dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
 
-  def stream(self, i:int) -> Line:
-    if i not in self.lines:
+  def stream(self, i:int) -> Plan:
+    if i not in self.plans:
       block = max(1, (self.mix.block or default_block(self.mix.lanes)) * self.counts[i] // self.length)
-      self.lines[i] = Line(self.mix, self.epoch, [i], [self.counts[i]], [self.starts[i]], block, self.lane_unit)
-    return self.lines[i]
+      self.plans[i] = Plan(self.mix, self.epoch, [i], [self.counts[i]], [self.starts[i]], block, self.lane_unit)
+    return self.plans[i]
 
   def _chunk(self, number:int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     # stream, index in the stream, and id of each position of a chunk
@@ -490,7 +470,8 @@ class Blend(Plan):
     lane = np.zeros(n, np.int64) if self.mix.lanes == 1 else interleave(self._look(pos, 1), self.mix.lanes, self.lane_unit)[0]
     if self.mix.method != "stratified": return pos[np.argsort(lane, kind="stable")[n * rank // ranks:n * (rank + 1) // ranks]]
     # deal the rows round robin by stream; which row of the stream a rank's share is goes by lane
-    by, turn = np.lexsort([lane, which]), np.arange(n) % ranks
+    bigger = np.diff(n * np.arange(ranks + 1) // ranks) > n // ranks
+    by, turn = np.lexsort([lane, which]), np.argsort(~bigger, kind="stable")[np.arange(n) % ranks]
     return pos[by[turn[np.lexsort([turn, which[by]])] == rank]]
 
   def reach(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
