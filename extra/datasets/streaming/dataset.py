@@ -234,5 +234,6 @@ class StreamingDataset:
 
   def sample_ids(self, epoch:int, start:int, stop:int) -> np.ndarray:
     """The global ids at positions [start, stop) of an epoch, int64[stop - start]. Raises IndexError outside the epoch."""
-    if not 0 <= start <= stop <= (n := self.epoch_length(epoch)): raise IndexError(f"positions {start}..{stop} of epoch {epoch}, which has {n}")
+    n = self.epoch_length(epoch)
+    if not 0 <= start <= stop <= n: raise IndexError(f"positions [{start}, {stop}) of epoch {epoch}, which has {n}")
     return self.mix().plan(epoch).ids(np.arange(start, stop))

@@ -1,5 +1,5 @@
 """Batches as Tensors: worker pool, batch memory, hand-off and the state of a run."""
-import collections, contextlib, faulthandler, json, mmap, multiprocessing, os, pickle, queue, select, signal, sys, tempfile, threading, time
+import collections, contextlib, ctypes, faulthandler, json, mmap, multiprocessing, os, pickle, queue, select, signal, sys, tempfile, threading, time
 import traceback, warnings, weakref
 from multiprocessing.connection import wait
 from typing import Any, Callable, Iterator, NamedTuple
@@ -44,7 +44,8 @@ class Ring:
     return slot
 
   def lend(self, slot:Slot, users:list):
-    """Take the slot back when the last of `users` is collected."""
+    """Take the slot back when the last of `users` is collected (one may be named several times)."""
+    users = list({id(u): u for u in users}.values())
     left = list(range(len(users)))  # pop is atomic, and whoever gets 0 was the last
     def done():
       if left.pop() == 0: self.free.append(slot)
@@ -203,7 +204,7 @@ def worker_main(conn, close:tuple, stacks, ring:"Inherited", payload):
   slots, error = {}, None
   try: work = pickle.loads(payload) if isinstance(payload, bytes) else payload
   except BaseException as e: error = e
-  with contextlib.suppress(EOFError, BrokenPipeError):  # the parent closed its end
+  with contextlib.suppress(EOFError, ConnectionError):  # the parent closed its end
     while True:
       seq, job, offset, nbytes = conn.recv()
       if offset not in slots: slots[offset] = map_fd(ring.fd, nbytes, offset, write=True)
@@ -459,13 +460,14 @@ class StreamingDataLoader:
 
   def _hand(self, slot:Slot, layout:list[tuple]) -> dict[str, Any]:
     """Wrap a batch where it lies. The slot goes back when nothing made here is alive."""
-    batch, users = {}, []
+    # not a view of slot.mem: numpy would make a view of a column hold all of slot.mem, and not the column
+    batch, users, memory = {}, [], (ctypes.c_ubyte * len(slot.mem)).from_address(slot.mem.ctypes.data)
     for name, kind, *rest in layout:
       if kind == "object": batch[name] = rest[0]
       elif kind == "array":
         offset, dtype, shape, bfloat16 = rest
-        a = np.ndarray(shape, dtype, memoryview(slot.mem), offset)  # a memoryview, so that views of `a` keep `a` and not the whole slot
-        batch[name], user = (a, a) if not self.tensors else self._tensor(name, a, bfloat16)
+        a = np.ndarray(shape, dtype, memory, offset)
+        batch[name], user = (a, memory) if not self.tensors else self._tensor(name, a, bfloat16)
         if user is not None: users.append(user)
       else:
         stops, block, n = rest
@@ -488,7 +490,7 @@ class StreamingDataLoader:
       return t, t.uop.buffer
     t = Tensor(a, device="NPY")
     if bfloat16: t = t.bitcast(dtypes.bfloat16)
-    if device == "NPY": return t, a
+    if device == "NPY": return t, a.base
     return (t.shard(device, axis=0) if isinstance(device, tuple) else t.to(device)).realize(), None
 
   def __len__(self) -> int:

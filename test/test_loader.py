@@ -1,0 +1,515 @@
+import contextlib, json, os, select, signal, subprocess, sys, time, traceback, unittest, warnings
+from unittest import mock
+import numpy as np
+from extra.datasets.streaming import MDSWriter, StreamingDataLoader, StreamingDataset, World
+from extra.datasets.streaming.loader import Ring, UserError
+from helpers import ROOT, TempDirTestCase, children, held, run_script, write_rows
+
+N = 103
+
+def add_noise(sample, rng): return {"id": sample["id"], "y": sample["x"] + rng.integers(0, 100, 16), "u": rng.random()}
+def batch_noise(batch, rng): return {"id": batch["id"], "u": rng.random(len(batch["id"]))}
+def fail_at_40(sample, rng):
+  if sample["id"] == 40: raise ValueError("forty is no good")
+  return sample
+class Unpicklable(Exception):
+  def __init__(self, a, b): super().__init__(f"{a}{b}")
+def fail_unpicklable(sample, rng): raise Unpicklable("so ", "odd")
+def call_sys_exit(sample, rng): sys.exit(3)
+def call_os_exit(sample, rng): os._exit(7)
+def kill_self(sample, rng): os.kill(os.getpid(), signal.SIGKILL)
+def kill_self_once(sample, rng):
+  if sample["id"] == 40 and not os.path.exists(os.environ["STREAMING_TEST_FLAG"]):
+    open(os.environ["STREAMING_TEST_FLAG"], "w").close()
+    kill_self(sample, rng)
+  return sample
+def hang(sample, rng): signal.pause() if sample["id"] == 0 else None
+def hang_in_thread(sample, rng): time.sleep(30)
+def ragged(sample, rng): return {"x": np.zeros(int(sample["id"]) % 3 + 1)}
+def strings(sample, rng): return {"s": "é" * int(sample["id"] % 4), "o": {"n": int(sample["id"])}, "b": bytes(int(sample["id"]))}
+def collate_ragged(samples): return {"x": np.stack([np.resize(s["x"], 3) for s in samples])}
+def modules(sample, rng): return {"tinygrad": "tinygrad" in sys.modules, "torch": "torch" in sys.modules, "device": 0}
+def not_a_dict(sample, rng): return 5
+
+def ids_of(loader) -> list[list[int]]: return [b["id"].tolist() for b in loader]
+
+class LoaderTestCase(TempDirTestCase):
+  def setUp(self):
+    super().setUp()
+    self.x = write_rows(self.path("d"), N, size_limit=600)
+    self.ds = StreamingDataset(self.path("d"), shuffle=True, shuffle_seed=5, num_canonical_nodes=2, shuffle_block_size=40)
+  def loader(self, batch_size=10, **kw) -> StreamingDataLoader:
+    dl = StreamingDataLoader(self.ds, batch_size, **{"tensors": False, "world": World(), **kw})
+    self.addCleanup(dl.close)
+    return dl
+  def order(self, epoch:int) -> list[int]: return self.ds.sample_ids(epoch, 0, N).tolist()
+
+class TestBatches(LoaderTestCase):
+  def test_order_and_values(self):
+    for kw in ({}, {"num_workers": 1}, {"num_workers": 3}, {"num_workers": 2, "method": "spawn"}, {"num_workers": 2, "method": "fork"},
+               {"num_workers": 2, "prefetch": 1}, {"prefetch": 7}):
+      with self.subTest(kw):
+        dl = self.loader(**kw)
+        for epoch in range(3):
+          self.assertEqual(dl.epoch, epoch)
+          got = list(dl)
+          self.assertEqual(len(got), 10)
+          ids = np.concatenate([b["id"] for b in got])
+          # one lane of two alternate: the global batch holds the window's samples, in lane order
+          for b in range(10): self.assertEqual(sorted(got[b]["id"]), sorted(self.order(epoch)[b * 10:b * 10 + 10]))
+          np.testing.assert_array_equal(np.concatenate([b["x"] for b in got]), self.x[ids])
+        dl.close()
+
+  def test_one_lane_keeps_the_order(self):
+    self.ds = StreamingDataset(self.path("d"), shuffle=True, num_canonical_nodes=1)
+    self.assertEqual(sum(ids_of(self.loader(drop_last=False)), []), self.order(0))
+
+  def test_ends(self):
+    for kw, rows, n in (({}, 10, 10), ({"drop_last": False}, 3, 11), ({"pad_last": True}, 10, 11)):
+      for workers in (0, 2):
+        with self.subTest(kw, workers=workers):
+          dl = self.loader(num_workers=workers, **kw)
+          self.assertEqual(len(dl), n)
+          got = list(dl)
+          self.assertEqual((len(got), len(got[-1]["id"])), (n, rows))
+          if "pad_last" in kw:
+            self.assertEqual([int(b["mask"].sum()) for b in got], [10] * 10 + [3])
+            self.assertEqual(sorted(np.concatenate([b["id"][b["mask"]] for b in got])), list(range(N)))
+            self.assertLessEqual(set(got[-1]["id"].tolist()), set(self.order(0)[-3:]))
+          dl.close()
+
+  def test_ranks(self):
+    for ranks in (1, 2, 4, 7):
+      for kw in ({}, {"drop_last": False}, {"pad_last": True}):
+        with self.subTest(ranks=ranks, **kw):
+          per = [list(self.loader(20, world=World(r, ranks, r, ranks), **kw)) for r in range(ranks)]
+          self.assertEqual(len({len(p) for p in per}), 1)
+          whole = list(self.loader(20, **kw))
+          self.assertEqual(len(whole), len(per[0]))
+          for b, want in enumerate(whole):
+            real = [p[b]["id"][p[b]["mask"]] if "pad_last" in kw else p[b]["id"] for p in per]
+            self.assertEqual(np.concatenate(real).tolist(), (want["id"][want["mask"]] if "pad_last" in kw else want["id"]).tolist())
+
+  def test_replication(self):
+    got = [ids_of(self.loader(20, world=World(r, 4, r, 4), replication=2)) for r in range(4)]
+    self.assertEqual(got[0], got[1])
+    self.assertEqual(got[2], got[3])
+    self.assertFalse(set(sum(got[0], [])) & set(sum(got[2], [])))
+    with self.assertRaisesRegex(ValueError, "replication 3"): self.loader(20, world=World(0, 4, 0, 4), replication=3)
+
+  def test_tuples(self):
+    x, i = next(iter(self.loader(columns=("x", "id"))))
+    np.testing.assert_array_equal(x, self.x[i])
+    self.assertEqual(len(next(iter(self.loader(columns=("x",), pad_last=True)))), 2)
+
+  def test_more_than_the_data(self):
+    with self.assertWarnsRegex(UserWarning, "no batch"): dl = self.loader(104)
+    self.assertEqual((len(dl), list(dl), list(dl)), (0, [], []))
+    self.assertEqual([len(b["id"]) for b in self.loader(104, drop_last=False)], [103])
+    self.assertEqual([int(b["mask"].sum()) for b in self.loader(1000, pad_last=True)], [103])
+
+  def test_no_data(self):
+    write_rows(self.path("e"), 0)
+    self.ds = StreamingDataset(self.path("e"))
+    with warnings.catch_warnings():
+      warnings.simplefilter("ignore")
+      for kw in ({}, {"drop_last": False}, {"pad_last": True}): self.assertEqual((len(self.loader(**kw)), list(self.loader(**kw))), (0, []))
+
+  def test_fewer_samples_than_ranks(self):
+    write_rows(self.path("two"), 2)
+    self.ds = StreamingDataset(self.path("two"))
+    got = [[b["id"].tolist() for b in self.loader(7, world=World(r, 7, r, 7), drop_last=False)] for r in range(7)]
+    self.assertEqual([len(g) for g in got], [1] * 7)
+    self.assertEqual(sum((g[0] for g in got), []), [0, 1])
+
+  def test_varying_columns(self):
+    rows = [{"b": os.urandom(i * 7 % 50), "s": "ü" * i, "j": [i, {"k": None}], "n": i} for i in range(40)]
+    with MDSWriter(out=self.path("v"), columns={"b": "bytes", "s": "str", "j": "json", "n": "int"}, size_limit=500) as w:
+      for r in rows: w.write(r)
+    self.ds = StreamingDataset(self.path("v"), shuffle=True)
+    for workers in (0, 2):
+      for batch in self.loader(8, num_workers=workers):
+        self.assertIsInstance(batch["b"], list)
+        for b, s, j, n in zip(batch["b"], batch["s"], batch["j"], batch["n"]): self.assertEqual({"b": b, "s": s, "j": j, "n": n}, rows[n])
+
+  def test_batches_outgrow_their_slots(self):
+    rows = [os.urandom(1 << (i // 4)) for i in range(64)]
+    with MDSWriter(out=self.path("v"), columns={"b": "bytes"}) as w:
+      for r in rows: w.write({"b": r})
+    self.ds = StreamingDataset(self.path("v"))
+    for workers in (0, 2): self.assertEqual(sum((b["b"] for b in self.loader(4, num_workers=workers)), []), rows)
+
+class TestPosition(LoaderTestCase):
+  def test_state_is_json_and_small(self):
+    dl = self.loader()
+    next(iter(dl))
+    text = json.dumps(dl.state_dict())
+    self.assertLess(len(text), 2048)
+    self.assertEqual(json.loads(text), dl.state_dict())
+    self.assertEqual((dl.state_dict()["epoch"], dl.state_dict()["sample_in_epoch"]), (0, 10))
+
+  def test_resume_anywhere(self):
+    whole = [ids_of(dl := self.loader(num_workers=2)), ids_of(dl)]
+    for stop in range(0, 20, 3):
+      for save, load in ((0, 2), (2, 0), (3, 1)):
+        with self.subTest(stop=stop, save=save, load=load):
+          dl, got = self.loader(num_workers=save), []
+          for _ in range(2):
+            for b in dl:
+              got.append(b["id"].tolist())
+              if len(got) == stop: break
+            if len(got) == stop: break
+          if stop == 0: dl, got = self.loader(num_workers=save), []
+          state = json.loads(json.dumps(dl.state_dict()))
+          dl.close()
+          new = self.loader(num_workers=load)
+          new.load_state_dict(state)
+          self.assertEqual(state["epoch"], new.epoch)
+          got += ids_of(new)
+          if new.epoch == 1: got += ids_of(new)
+          self.assertEqual(got, sum(whole, []))
+          new.close()
+
+  def test_state_counts_what_was_delivered_not_what_was_prefetched(self):
+    dl = self.loader(num_workers=2, prefetch=8)
+    it = iter(dl)
+    for b in range(1, 4):
+      next(it)
+      self.assertEqual(dl.state_dict()["sample_in_epoch"], b * 10)
+
+  def test_save_at_the_ends(self):
+    dl = self.loader()
+    before = dl.state_dict()
+    for _ in dl: last = dl.state_dict()
+    after = dl.state_dict()
+    self.assertEqual([(s["epoch"], s["sample_in_epoch"]) for s in (before, last, after)], [(0, 0), (0, 100), (1, 0)])
+    for state, left in ((before, 10), (last, 0), (after, 10)):
+      new = self.loader()
+      new.load_state_dict(state)
+      self.assertEqual((len(new), len(list(new))), (left, left))
+      self.assertEqual((new.epoch, new.sample), (state["epoch"] + 1, 0))
+
+  def test_other_batch_sizes_and_ranks(self):
+    self.ds = StreamingDataset(self.path("d"), shuffle=True, num_canonical_nodes=2)
+    seen, state = [], None
+    for steps, ranks, size in ((2, 2, 10), (3, 4, 12), (1, 1, 7), (99, 3, 9)):
+      loaders = [self.loader(size, world=World(r, ranks, r, ranks), drop_last=False) for r in range(ranks)]
+      for dl in loaders:
+        if state is not None: dl.load_state_dict(state)
+      its = [iter(dl) for dl in loaders]
+      for _ in range(steps):
+        parts = [next(it, None) for it in its]
+        if parts[0] is None: break
+        seen.append(sorted(sum((p["id"].tolist() for p in parts), [])))
+      states = [dl.state_dict() for dl in loaders]
+      self.assertEqual(len({json.dumps(s) for s in states}), 1)
+      state = states[0]
+    order, at = self.order(0), 0
+    for s in seen:
+      self.assertEqual(s, sorted(order[at:at + len(s)]))
+      at += len(s)
+    self.assertEqual(at, N)
+
+  def test_ten_cycles(self):
+    got, state = [], self.loader().state_dict()
+    for _ in range(10):
+      dl = self.loader()
+      dl.load_state_dict(state)
+      dl.load_state_dict(state)
+      got.append(next(iter(dl))["id"].tolist())
+      state = dl.state_dict()
+    self.assertEqual(got, ids_of(self.loader()))
+
+  def test_load_while_a_pass_lives(self):
+    dl = self.loader(num_workers=2)
+    it = iter(dl)
+    first = [next(it)["id"].tolist() for _ in range(3)]
+    state = dl.state_dict()
+    next(it)
+    dl.load_state_dict(state)
+    with self.assertRaisesRegex(RuntimeError, "ended"): next(it)
+    self.assertEqual(first + ids_of(dl), ids_of(self.loader()))
+
+  def test_a_pass_left_early_is_gone_on_with(self):
+    dl, got = self.loader(num_workers=1), []
+    for b in dl:
+      got.append(b["id"].tolist())
+      if len(got) == 4: break
+    self.assertEqual(len(dl), 6)
+    got += ids_of(dl)
+    self.assertEqual(got, ids_of(self.loader()))
+
+  def test_len_during_a_pass(self):
+    dl = self.loader()
+    self.assertEqual([len(dl) for _ in dl], [10] * 10)
+
+  def test_two_passes_at_once(self):
+    dl = self.loader()
+    old = iter(dl)
+    a = next(old)["id"].tolist()
+    new = iter(dl)
+    with self.assertRaisesRegex(RuntimeError, "newer"): next(old)
+    self.assertEqual([a] + [b["id"].tolist() for b in new], ids_of(self.loader()))
+
+  def test_refused(self):
+    state = self.loader().state_dict()
+    for other, what in (({"shuffle_algo": "naive"}, "naive"), ({"shuffle_seed": 6}, "seed"), ({"num_canonical_nodes": 3}, "canonical"),
+                        ({"shuffle_block_size": 50}, "50"), ({"epoch_size": 50}, "50"), ({"shuffle": False}, "shuffle")):
+      args = {"shuffle": True, "shuffle_seed": 5, "num_canonical_nodes": 2, "shuffle_block_size": 40, **other}
+      dl = StreamingDataLoader(StreamingDataset(self.path("d"), **args), 10, tensors=False, world=World())
+      with self.assertRaisesRegex(ValueError, f"(?s)saved.*{what}|{what}.*saved"): dl.load_state_dict(state)
+      dl.load_state_dict(state, strict=False)
+    with self.assertRaisesRegex(ValueError, "version"): self.loader().load_state_dict({**state, "version": 99})
+    for bad in ({}, None, {"epoch": 1}):
+      with self.assertRaisesRegex(ValueError, "state"): self.loader().load_state_dict(bad)
+    write_rows(self.path("other"), N + 1, size_limit=600)
+    other = StreamingDataset(self.path("other"), shuffle=True, shuffle_seed=5, num_canonical_nodes=2, shuffle_block_size=40)
+    with self.assertRaisesRegex(ValueError, "saved"): StreamingDataLoader(other, 10, tensors=False).load_state_dict(state)
+
+  def test_seed_and_lanes_come_from_the_state(self):
+    state = self.loader().state_dict()
+    ds = StreamingDataset(self.path("d"), shuffle=True, shuffle_block_size=40)
+    dl = StreamingDataLoader(ds, 10, tensors=False, world=World())
+    dl.load_state_dict(state)
+    self.assertEqual(ids_of(dl), ids_of(self.loader()))
+
+class TestTransforms(LoaderTestCase):
+  def test_rng_is_the_samples(self):
+    want = {}
+    for kw in ({}, {"num_workers": 1}, {"num_workers": 3}, {"batch_size": 7, "num_workers": 2}, {"prefetch": 1}):
+      dl = self.loader(transform=add_noise, drop_last=False, **kw)
+      for b in list(dl):
+        for i, y, u in zip(b["id"].tolist(), b["y"].tolist(), b["u"].tolist()): self.assertEqual(want.setdefault(i, (y, u)), (y, u))
+    self.assertEqual(len({u for _, u in want.values()}), N)
+    second = [u for b in dl for u in b["u"].tolist()]
+    self.assertFalse(set(second) & {u for _, u in want.values()})
+
+  def test_rng_after_a_resume(self):
+    whole = [b["u"].tolist() for b in self.loader(transform=add_noise)]
+    dl = self.loader(transform=add_noise)
+    next(iter(dl))
+    new = self.loader(transform=add_noise, num_workers=2)
+    new.load_state_dict(dl.state_dict())
+    self.assertEqual([b["u"].tolist() for b in new], whole[1:])
+
+  def test_batch_transform(self):
+    got = [[b["u"].tolist() for b in self.loader(batch_transform=batch_noise, num_workers=w)] for w in (0, 2)]
+    self.assertEqual(got[0], got[1])
+    self.assertEqual(len({u for b in got[0] for u in b}), 100)
+
+  def test_values_of_any_kind(self):
+    for w in (0, 1):
+      for b in self.loader(transform=strings, num_workers=w):
+        ids = [o["n"] for o in b["o"]]
+        self.assertEqual((b["s"], [len(x) for x in b["b"]]), (["é" * (i % 4) for i in ids], ids))
+
+  def test_ragged(self):
+    for w in (0, 1):
+      with self.assertRaisesRegex(ValueError, r"(?s)'x'.*\(1,\) and \(2,\).*collate"): list(self.loader(transform=ragged, num_workers=w))
+      self.assertEqual(next(iter(self.loader(transform=ragged, collate=collate_ragged, num_workers=w)))["x"].shape, (10, 3))
+
+  def test_result_must_be_a_dict(self):
+    with self.assertRaises(UserError) as e: list(self.loader(transform=not_a_dict))
+    self.assertRegex(str(e.exception.__cause__), "must return a dict, not int")
+
+  def test_missing_column(self):
+    with self.assertRaisesRegex(ValueError, "'z'"): list(self.loader(transform=add_noise, columns=("z",)))
+    with self.assertRaisesRegex(ValueError, "'z'"): self.loader(columns=("z",))
+
+  def test_workers_import_neither_tinygrad_nor_torch(self):
+    for method in ("forkserver", "spawn"):
+      b = next(iter(self.loader(transform=modules, num_workers=1, method=method)))
+      self.assertEqual((set(b["tinygrad"].tolist()), set(b["torch"].tolist())), ({False}, {False}))
+
+class TestMemory(LoaderTestCase):
+  def test_kept_batches_never_change(self):
+    for workers in (0, 2):
+      dl = self.loader(2, num_workers=workers)
+      kept = [b for _ in range(3) for b in dl]
+      for b in kept: np.testing.assert_array_equal(b["x"], self.x[b["id"]])
+      self.assertEqual(len(kept), 153)
+  def test_a_view_keeps_its_batch(self):
+    dl = self.loader(5)
+    views = [(b["id"].tolist(), b["x"][1:3].reshape(-1)) for b in dl]
+    for ids, v in views: np.testing.assert_array_equal(v, self.x[ids[1:3]].reshape(-1))
+  def test_memory_is_bounded_and_reused(self):
+    dl = self.loader(5, num_workers=2)
+    for _ in range(3):
+      for b in dl: del b
+    self.assertLessEqual(dl._engine.ring.nbytes, (dl.depth + 2) * 4096)
+  def test_batches_are_aligned(self):
+    for a in next(iter(self.loader())).values(): self.assertEqual(a.ctypes.data % 64, 0)
+  def test_slow_consumer_stops_the_producers(self):
+    dl = self.loader(1, prefetch=4)
+    next(iter(dl))
+    self.assertEqual(len(dl._coming), 4)
+  def test_no_memory_is_an_error_with_sizes(self):
+    import resource
+    ring = Ring()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    old = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+      resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
+      with self.assertRaisesRegex(MemoryError, "1048576 bytes"): ring.take(1 << 20)
+    finally:
+      resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+      signal.signal(signal.SIGXFSZ, old)
+  def test_dlpack(self):
+    b = next(iter(self.loader()))
+    np.testing.assert_array_equal(np.from_dlpack(b["x"]), b["x"])
+
+class TestErrors(LoaderTestCase):
+  def test_arguments(self):
+    for name, value, error in (("batch_size", 0, ValueError), ("batch_size", 2.5, TypeError), ("batch_size", True, TypeError),
+                               ("num_workers", -1, ValueError), ("num_workers", "2", TypeError), ("prefetch", 0, ValueError),
+                               ("method", "thread", ValueError), ("transform", 5, TypeError), ("columns", "x", TypeError)):
+      with self.assertRaisesRegex(error, f"{name}.*{value}"): self.loader(**{name: value})
+  def test_tensors_of_one_shape(self):
+    with self.assertRaisesRegex(ValueError, "(?s)60.*7"): self.loader(60, world=World(0, 7, 0, 7), tensors=True)
+    with self.assertRaisesRegex(ValueError, "(?s)9 rows.*2 devices"): self.loader(9, tensors=True, device=("CPU:0", "CPU:1"))
+  def test_half_set_rank(self):
+    with mock.patch.dict(os.environ, {"RANK": "0", "WORLD_SIZE": "2"}):
+      with self.assertRaisesRegex(ValueError, "LOCAL_RANK"): StreamingDataLoader(self.ds, 10)
+  def test_lambda(self):
+    for method in ("spawn", "forkserver"):
+      with self.assertRaisesRegex(TypeError, "transform=<function.*lambda"):
+        next(iter(self.loader(num_workers=1, transform=lambda s, r: s, method=method)))
+    self.assertEqual(len(list(self.loader(num_workers=1, transform=lambda s, r: s, method="fork"))), 10)
+    self.assertEqual(len(list(self.loader(transform=lambda s, r: s))), 10)
+
+  def test_transform_raises_at_its_batch(self):
+    for workers in (0, 1, 4):
+      dl, got = self.loader(num_workers=workers, transform=fail_at_40), []
+      with self.assertRaisesRegex(UserError, "sample 40 ") as e:
+        for b in dl: got.append(b["id"].tolist())
+      self.assertIsInstance(e.exception.__cause__, ValueError)
+      self.assertIn("fail_at_40", "".join(traceback.format_exception(e.exception)))
+      self.assertEqual(got, ids_of(self.loader())[:len(got)])
+      self.assertEqual(dl.state_dict()["sample_in_epoch"], 10 * len(got))
+
+  def test_odd_errors(self):
+    for workers in (0, 1):
+      for fn, text in ((fail_unpicklable, "so odd"), (call_sys_exit, "SystemExit")):
+        with self.assertRaisesRegex(UserError, "sample") as e: list(self.loader(num_workers=workers, transform=fn))
+        self.assertIn(text, "".join(traceback.format_exception(e.exception)))
+
+  def test_worker_that_dies_each_time(self):
+    for fn, text in ((call_os_exit, "exited with code 7"), (kill_self, "SIGKILL")):
+      with self.assertRaisesRegex(RuntimeError, f"loader worker [0-9]+ .*{text}.*position 0"): list(self.loader(num_workers=2, transform=fn))
+    self.assertEqual(children(), set())
+
+  def test_worker_that_dies_once(self):
+    with mock.patch.dict(os.environ, {"STREAMING_TEST_FLAG": self.path("flag")}):
+      self.assertEqual(ids_of(self.loader(num_workers=2, transform=kill_self_once, method="spawn")), ids_of(self.loader()))
+    self.assertTrue(os.path.exists(self.path("flag")))
+
+  def test_workers_killed_from_outside(self):
+    dl = self.loader(2, num_workers=2)
+    got = []
+    for b in dl:
+      got.append(b["id"].tolist())
+      if len(got) % 10 == 5:
+        for w in dl._engine.workers: os.kill(w.child.process.pid, signal.SIGKILL)
+    self.assertEqual(got, ids_of(self.loader(2)))
+
+  def test_hang(self):
+    self.ds = StreamingDataset(self.path("d"))
+    with self.assertRaisesRegex(TimeoutError, "(?s)loader worker.*position 0.*in hang"): list(self.loader(num_workers=1, transform=hang, timeout=1))
+    with self.assertRaisesRegex(TimeoutError, "(?s)in hang_in_thread"): list(self.loader(transform=hang_in_thread, timeout=0.2))
+
+  def test_missing_shard_is_no_short_epoch(self):
+    for workers in (0, 2):
+      self.ds = StreamingDataset(self.path("d"))
+      os.rename(self.path("d", "shard.00003.mds"), self.path("gone"))
+      got = []
+      with self.assertRaisesRegex(Exception, "shard.00003.mds"):
+        for b in self.loader(num_workers=workers): got += b["id"].tolist()
+      self.assertLess(len(got), N)
+      os.rename(self.path("gone"), self.path("d", "shard.00003.mds"))
+
+class TestNothingIsLeft(LoaderTestCase):
+  def test_dropped_in_mid_epoch(self):
+    def use(workers:int):
+      dl = StreamingDataLoader(self.ds, 10, num_workers=workers, tensors=False, world=World())
+      for _ in dl: break
+    use(1)
+    before = held()
+    for i in range(12): use((0, 2)[i % 2])
+    self.assertEqual(held(), before)
+
+  def test_close_and_with(self):
+    with StreamingDataLoader(self.ds, 10, num_workers=1, tensors=False, world=World()) as dl: next(iter(dl))
+    before = held()
+    for workers in (0, 2):
+      with StreamingDataLoader(self.ds, 10, num_workers=workers, tensors=False, world=World()) as dl: next(iter(dl))
+      dl.close()
+      self.assertEqual(held(), before)
+      self.assertEqual(len(list(dl)), 9)  # the position stays, and a closed loader starts again
+      dl.close()
+
+  def test_after_an_error(self):
+    with StreamingDataLoader(self.ds, 10, num_workers=1, tensors=False, world=World()) as dl: next(iter(dl))
+    before = held()
+    for workers in (0, 2):
+      dl = StreamingDataLoader(self.ds, 10, num_workers=workers, tensors=False, world=World(), transform=fail_at_40)
+      with contextlib.suppress(UserError): list(dl)
+      self.assertEqual(held(), before)
+
+  def test_two_loaders_interleaved(self):
+    a, b = self.loader(num_workers=2), self.loader(num_workers=1, transform=add_noise)
+    got = [(x["id"].tolist(), y["id"].tolist()) for x, y in zip(a, b)]
+    self.assertEqual([x for x, _ in got], [y for _, y in got])
+
+  def test_many_workers_few_samples(self):
+    write_rows(self.path("ten"), 10)
+    self.ds = StreamingDataset(self.path("ten"))
+    self.assertEqual(sorted(sum(ids_of(self.loader(3, num_workers=16, drop_last=False)), [])), list(range(10)))
+
+SCRIPT = """
+import os, sys, signal
+from extra.datasets.streaming import StreamingDataLoader, StreamingDataset, World
+print("start", flush=True)
+ds = StreamingDataset(sys.argv[1], shuffle=True)
+dl = StreamingDataLoader(ds, 10, num_workers=int(sys.argv[2]), tensors=False, world=World(), method=sys.argv[3])
+it = iter(dl)
+next(it)
+"""
+
+class TestProcesses(LoaderTestCase):
+  def test_exit_with_live_iterators(self):
+    for workers, method in (("0", "forkserver"), ("2", "forkserver"), ("2", "spawn"), ("2", "fork")):
+      r = run_script(SCRIPT + "sys.exit(5)", self.path("d"), workers, method)
+      self.assertEqual((r.returncode, r.stdout, r.stderr), (5, "start\n", ""))
+
+  def test_script_without_a_main_guard_runs_once(self):
+    r = run_script(SCRIPT + "print(len(list(dl)))", self.path("d"), "2", "spawn")
+    self.assertEqual((r.returncode, r.stdout, r.stderr), (0, "start\n9\n", ""))
+
+  def test_parent_killed(self):
+    code = SCRIPT + "print(*[w.child.process.pid for w in dl._engine.workers], flush=True)\nos.kill(os.getpid(), signal.SIGKILL)"
+    for method in ("forkserver", "spawn", "fork"):
+      r = run_script(code, self.path("d"), "2", method)  # returns when all who hold its output are gone
+      self.assertEqual(r.returncode, -signal.SIGKILL)
+      pids = r.stdout.split()[1:]
+      self.assertEqual(len(pids), 2)
+      for pid in map(int, pids):
+        with contextlib.suppress(ProcessLookupError):
+          fd = os.pidfd_open(pid)
+          self.addCleanup(os.close, fd)
+          self.assertTrue(select.select([fd], [], [], 2)[0], f"{method} worker {pid} lives on")
+
+  def test_ctrl_c(self):
+    code = SCRIPT + "print('go', flush=True)\nwhile True: list(dl)"
+    for workers in ("0", "2"):
+      with open(self.path("s.py"), "w") as f: f.write(code)
+      p = subprocess.Popen([sys.executable, self.path("s.py"), self.path("d"), workers, "forkserver"], env={**os.environ, "PYTHONPATH": ROOT},
+                           stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+      for line in p.stdout:
+        if line == "go\n": break
+      os.killpg(p.pid, signal.SIGINT)
+      _, err = p.communicate(timeout=30)
+      self.assertEqual(err.count("Traceback"), 1, err)
+      self.assertEqual(err.strip().splitlines()[-1], "KeyboardInterrupt")
+      self.assertEqual(p.returncode, -signal.SIGINT)
+
+if __name__ == "__main__": unittest.main()
