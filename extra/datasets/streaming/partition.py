@@ -67,15 +67,19 @@ def lane_order(C:int) -> np.ndarray:
   out.flags.writeable = False
   return out
 
-def interleave(pos:np.ndarray, C:int) -> tuple[np.ndarray, np.ndarray]:
-  """Position p is entry p // C of lane lane_order[p % C]. int64[n] -> (lane int64[n], entry int64[n])."""
-  entry, i = np.divmod(pos, C)
-  return lane_order(C)[i], entry
+def interleave(pos:np.ndarray, C:int, unit:int=1) -> tuple[np.ndarray, np.ndarray]:
+  """Position p is entry p // C of lane lane_order[p % C]. int64[n] -> (lane int64[n], entry int64[n]).
+  With `unit` above 1 so many positions at a time go to a lane together."""
+  if unit > 1:
+    lane, entry = interleave(pos // unit, C)
+    return lane, entry * unit + pos % unit
+  entry = pos // C
+  return lane_order(C)[pos - entry * C], entry
 
-def lane_length(E:int, C:int) -> np.ndarray:
+def lane_length(E:int, C:int, unit:int=1) -> np.ndarray:
   """How many of E positions each lane holds, int64[C] by lane number."""
-  out = np.empty(C, np.int64)
-  out[lane_order(C)] = E // C + (np.arange(C) < E % C)
+  out, turn, (units, rest) = np.empty(C, np.int64), np.arange(C), divmod(E, unit)
+  out[lane_order(C)] = (units // C + (turn < units % C)) * unit + (turn == units % C) * rest
   return out
 
 def rank_slice(start:int, stop:int, C:int, rank:int, ranks:int) -> np.ndarray:

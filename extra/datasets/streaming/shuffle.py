@@ -7,6 +7,7 @@ from .partition import interleave, lane_length, lane_order
 
 ALGOS = ("py1s", "py2s", "py1b", "py1br", "py1e", "py1e-iid", "naive")
 U32, U64, MASK = np.uint32, np.uint64, (1 << 64) - 1
+np.empty(1 << 24, np.uint8)  # once a block this big was freed glibc keeps smaller ones: else each temporary array is mapped and cleared anew
 
 # *** hashing and permutations ***
 
@@ -25,8 +26,7 @@ def hash64(*parts:int|str|np.ndarray) -> np.ndarray|int:
   return h if any(isinstance(p, np.ndarray) for p in parts) else int(h[0])
 
 def _hash32(x:np.ndarray) -> np.ndarray:
-  # in place on uint32; the last xor-shift of Wellons' lowbias32 is left out: only the upper bits are used
-  x ^= x >> U32(16)
+  # in place on uint32: the middle of Wellons' lowbias32, enough where a key was added and only the upper bits are used
   x *= U32(0x21f0aaad)
   x ^= x >> U32(15)
   x *= U32(0x735a2d97)
@@ -67,25 +67,29 @@ def _sorted(n:np.ndarray, key:np.ndarray) -> tuple[np.ndarray, np.ndarray]:
   return (p & U64(255)).astype(np.int64), start
 
 def _feistel(k:np.ndarray, n:np.ndarray, key:np.ndarray, at:np.ndarray|None) -> np.ndarray:
+  T = U32 if n.max() <= 1 << 32 else U64
   top = np.maximum(n, 256) - 1
-  s = (_bits(top) // 2).astype(U32)
-  rows = (top >> s) + 1
-  params = (n, s, rows.astype(U64), rows.astype(U32), *((hash64(key, r) >> U64(32)).astype(U32) for r in range(6)))
-  out, todo = k.copy(), np.arange(len(k))
-  while len(todo):  # what leaves [0, n) walks on along its cycle until it is back: rows * 2**s is at most n + 2**s, so few do
-    n, s, rows, rows32, *keys = params if at is None else (p[at] for p in params)
-    x = out[todo]
-    i, j = (x >> s).astype(U32), x.astype(U32) & (U32(1) << s) - U32(1)
-    for r in range(6):
-      if r & 1: j ^= _hash32(i + keys[r]) >> U32(32) - s
+  s = _bits(top) // 2
+  h = hash64(key, "feistel")
+  params = (n, s.astype(T), (top >> s).astype(U32) + U32(1), h.astype(U32), (h >> U64(32)).astype(U32))
+  out, todo = k, None
+  while True:  # what leaves [0, n) walks on along its cycle until it is back: rows * 2**s is less than n + 2**s, so few do
+    n, s, rows, key, step = params if at is None else (p[at] for p in params)
+    x = (k if todo is None else out[todo]).astype(T)
+    i, j, drop, wide = (x >> s).astype(U32), (x & (T(1) << s) - T(1)).astype(U32), U32(32) - s.astype(U32), rows.astype(U64)
+    for r in range(6):  # in turn, move the column within the row and the row within the column by a hash of the other
+      if r & 1: j ^= _hash32(i + key) >> drop
       else:
-        i += (_hash32(j + keys[r]) * rows >> U64(32)).astype(U32)
-        i -= rows32 * (i >= rows32)
-    out[todo] = x = i.astype(np.int64) << s | j
+        i += (_hash32(j + key) * wide >> U64(32)).astype(U32)
+        np.minimum(i, i - rows, out=i)  # modulo rows: the difference wraps to something large if it was less
+      key = key + step
+    x = (i.astype(T) << s | j).astype(np.int64)
+    if todo is None: out = x
+    else: out[todo] = x
     gone = np.flatnonzero(x >= n)
-    todo = todo[gone]
+    if len(gone) == 0: return out
+    todo = gone if todo is None else todo[gone]
     if at is not None: at = at[gone]
-  return out
 
 # *** orders ***
 
@@ -93,22 +97,23 @@ class Order:
   """One epoch's order over pieces (a piece is `count` samples of a shard), laid end to end and cut into `lanes` that never exchange samples.
 
   count int64[P]; key uint64[P] names the shard a piece is of and is equal for copies of one shard, which `copy` int32[P] numbers; the pieces of
-  each `stream` int32[P] are spread evenly. `block` is the shuffle window in samples. algo None keeps the order given.
+  each `stream` int32[P] are spread evenly. `block` is the shuffle window in samples. algo None keeps the order given. Lanes take turns
+  by `unit` samples.
   py1s, py2s: the samples of each shard (py2s: of the whole shard once for all, before lanes cut it, then as py1s); py1b, py1br: then those of
   blocks, fixed or of random size; py1e: every sample within about half a block of its shard, shards evenly spaced; py1e-iid: the same at
   independent places; naive: all samples of a lane. Raises ValueError."""
   def __init__(self, count:np.ndarray, key:np.ndarray, *, seed:int, epoch:int, lanes:int=1, algo:str|None="py1e", block:int|None=None,
-               stream:np.ndarray|None=None, copy:np.ndarray|None=None):
+               stream:np.ndarray|None=None, copy:np.ndarray|None=None, unit:int=1):
     if algo is not None and algo not in ALGOS: raise ValueError(f"shuffle_algo {algo!r} is none of {', '.join(ALGOS)}")
     if lanes < 1: raise ValueError(f"num_canonical_nodes must be at least 1, not {lanes}")
-    self.algo, self.lanes, self.block = algo, lanes, default_block(lanes) if block is None else block
+    self.algo, self.lanes, self.unit, self.block = algo, lanes, unit, default_block(lanes) if block is None else block
     if not 1 <= self.block <= 1 << 29: raise ValueError(f"shuffle_block_size must be from 1 to 2**29, not {self.block} (for more there is naive)")
     count = np.asarray(count, np.int64)
     if len(count) and count.max() >= 1 << 30: raise ValueError(f"piece {count.argmax()} has {count.max()} samples, the most is 2**30 - 1")
     self.seed, self.count, self.ident, self.run = seed, count, key, hash64(seed, epoch)
     keep = np.flatnonzero(count)
     self.length = int(count.sum())
-    self.cuts = np.append(0, np.cumsum(lane_length(self.length, lanes)))
+    self.cuts = np.append(0, np.cumsum(lane_length(self.length, lanes, unit)))
     if algo is not None:
       # the layout of the run, which no epoch changes: shards by a hash, copies of a shard together, streams spread
       h = hash64(seed, "layout", key[keep])
@@ -119,7 +124,10 @@ class Order:
         by = by[np.argsort(np.repeat(due[head], np.diff(np.append(head, len(by)))), kind="stable")]
       keep = by
     off = np.cumsum(count[keep]) - count[keep]
-    start = off if lanes == 1 else np.union1d(off, self.cuts[:-1][self.cuts[:-1] < self.length])
+    cut = np.unique(self.cuts[1:-1])
+    before = np.searchsorted(off, cut)
+    new = (cut < self.length) & (np.append(off, self.length)[before] != cut)
+    start = np.insert(off, before[new], cut[new])
     part = np.searchsorted(off, start, "right") - 1
     piece, first, n = keep[part], start - off[part], np.diff(np.append(start, self.length))
     lane = np.searchsorted(self.cuts, start, "right") - 1
@@ -135,42 +143,40 @@ class Order:
     self.key = hash64(self.key, "part")  # what sorted the pieces must not be seen inside them
     self.piece, self.first, self.off = piece, first, np.append(0, np.cumsum(n))
     self.ends = np.searchsorted(self.off, self.cuts)  # lane c holds parts ends[c]:ends[c+1]
-    self.cell = 1 << 14
-    most = len(piece) / max(1, self.length) * self.block
-    while self.cell < min(8 * most, 1 << 18): self.cell *= 2
-    self.start, self.have, self.number = np.zeros(lanes, np.int64), np.zeros(lanes, np.int64), [0] * lanes  # the cell each lane keeps ready
-    self.ready = np.empty((2, lanes, 0), U32)
+    # a lane keeps a cell of samples ready, larger where more pieces are within reach, smaller where lanes are many
+    reach = len(piece) * self.block // max(1, self.length) if algo in ("py1e", "py1e-iid") else 0
+    self.cell = max(1 << 10, min(1 << 16 if algo == "naive" else 1 << 14, (1 << 20) // lanes), min(8 * reach, 1 << 18, (1 << 22) // lanes))
+    self.start, self.have, self.number = np.zeros(lanes, np.int64), np.zeros(lanes, U64), [0] * lanes
+    self.ready, self.guide = np.zeros((2, lanes, 1), U32), None
 
   def take(self, pos:np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The sample at each position: (index of its piece, its number in the piece's shard), int64[n] each. Quick when a lane's positions go on
     from the last call's, as those of windows and of ranks' slices do: each lane keeps the samples around."""
     if len(pos) > 1 << 14:
       return tuple(np.concatenate(x) for x in zip(*(self.take(pos[i:i + (1 << 14)]) for i in range(0, len(pos), 1 << 14))))
-    lane, entry = interleave(np.asarray(pos, np.int64), self.lanes)
-    out, todo = np.empty((2, len(pos)), np.int64), np.arange(len(pos))
-    while len(todo):
-      l = lane[todo]
-      e = entry[todo] - self.start[l]
-      hit = (e >= 0) & (e < self.have[l])
-      out[:, todo[hit]] = self.ready[:, l[hit], e[hit]]
-      todo = todo[~hit]
-      for l, i in zip(*np.unique(lane[todo], return_index=True)): self._load(int(l), int(entry[todo[i]]))
-    return out[0], out[1]
+    lane, entry = interleave(np.asarray(pos, np.int64), self.lanes, self.unit)
+    piece, k, todo = np.empty(0, np.int64), np.empty(0, np.int64), None
+    while True:
+      e = entry - self.start[lane]
+      at = e + lane * self.ready.shape[2]
+      p, j = (x.ravel().take(at, mode="clip") for x in self.ready)  # anything where the lane has it not ready
+      if todo is None: piece, k = p.astype(np.int64), j.astype(np.int64)
+      else: piece[todo], k[todo] = p, j
+      miss = np.flatnonzero(e.view(U64) >= self.have[lane])  # as unsigned, what lies before the start is large too
+      if len(miss) == 0: return piece, k
+      todo, lane, entry = miss if todo is None else todo[miss], lane[miss], entry[miss]
+      need = np.full(self.lanes, -1)
+      need[lane[::-1]] = entry[::-1]  # the first of each lane
+      for x in np.flatnonzero(need >= 0): self._load(int(x), int(need[x]))
 
   def _load(self, lane:int, entry:int):
     size = int(self.cuts[lane + 1] - self.cuts[lane])
     if not 0 <= entry < size: raise IndexError(f"no position {entry * self.lanes} in an order of {self.length}")
-    if self.algo in ("py1e", "py1e-iid"): start, part, k = self._window(lane, entry)
-    else:
-      start = entry - entry % self.cell
-      part, k = self._pointwise(lane, np.arange(start, min(start + self.cell, size)))
+    if self.algo in ("py1e", "py1e-iid"): start, piece, k = self._window(lane, entry)
+    else: start, piece, k = self._pointwise(lane, entry - entry % self.cell)
     if len(k) > self.ready.shape[2]:
       wider, self.ready = self.ready, np.empty((2, self.lanes, len(k) + len(k) // 8), U32)
       self.ready[:, :, :wider.shape[2]] = wider
-    piece, k = self.piece[part], k + self.first[part]
-    if self.algo == "py2s":
-      a, z = int(part.min()), int(part.max()) + 1
-      k = permute(k, self.count[self.piece[a:z]], hash64(self.seed, "whole", self.ident[self.piece[a:z]]), part - a)
     self.ready[0, lane, :len(k)], self.ready[1, lane, :len(k)] = piece, k
     self.start[lane], self.have[lane] = start, len(k)
 
@@ -188,26 +194,45 @@ class Order:
       a, z = self.off[first] - lo, self.off[last] - lo
     turn = np.argsort(lane_order(self.lanes))[lane]
     start, stop = np.full(len(self.count), self.length), np.zeros(len(self.count), np.int64)
-    np.minimum.at(start, self.piece, a * self.lanes + turn)
-    np.maximum.at(stop, self.piece, (z - 1) * self.lanes + turn + 1)
+    def position(entry): return (entry // self.unit * self.lanes + turn) * self.unit + entry % self.unit
+    np.minimum.at(start, self.piece, position(a))
+    np.maximum.at(stop, self.piece, position(z - 1) + 1)
     return np.where(self.count > 0, start, 0), stop
 
   # *** orders of which each sample is found by itself ***
 
-  def _pointwise(self, lane:int, q:np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(part, sample of the part) at the consecutive entries q of a lane."""
+  def _pointwise(self, lane:int, start:int) -> tuple[int, np.ndarray, np.ndarray]:
+    """(start, piece and sample at the entries of a lane from start on)."""
     lo, size = int(self.cuts[lane]), int(self.cuts[lane + 1] - self.cuts[lane])
+    q = np.arange(start, min(start + self.cell, size))
     if self.algo == "naive": q = permute(q, size, hash64(self.run, "lane", lane))
     if self.algo in ("py1b", "py1br"):
       number = np.arange(q[0] // self.block - 1, q[-1] // self.block + 4)
       edge = self._edge(lane, number)
       at = np.searchsorted(edge, q, "right") - 1
       q = edge[at] + permute(q - edge[at], np.maximum(1, np.diff(edge)), hash64(self.run, "block", lane, number[:-1]), at)
-    part = np.searchsorted(self.off, lo + q, "right") - 1
-    k = lo + q - self.off[part]
-    if self.algo in (None, "naive"): return part, k
+    q += lo
+    part = self._find(q)
+    k = q - self.off.take(part)
     a, z = int(part.min()), int(part.max()) + 1
-    return part, permute(k, np.diff(self.off[a:z + 1]), self.key[a:z], part - a)
+    if self.algo not in (None, "naive"): k = permute(k, np.diff(self.off[a:z + 1]), self.key[a:z], part - a)
+    piece, k = self.piece.take(part), k + self.first.take(part)
+    if self.algo == "py2s": k = permute(k, self.count[self.piece[a:z]], hash64(self.seed, "whole", self.ident[self.piece[a:z]]), part - a)
+    return start, piece, k
+
+  def _find(self, q:np.ndarray) -> np.ndarray:
+    """The part each place of the line is in: a guess from a table with about one entry a part, then a few steps."""
+    if self.guide is None:
+      self.shift = max(1, self.length // len(self.piece)).bit_length() - 1
+      self.guide = np.searchsorted(self.off, np.arange((self.length >> self.shift) + 1) << self.shift, "right") - 1
+    part = self.guide.take(q >> self.shift)
+    late = np.flatnonzero(self.off.take(part + 1) <= q)
+    for _ in range(4):
+      if len(late) == 0: break
+      part[late] += 1
+      late = late[self.off[part[late] + 1] <= q[late]]
+    else: part[late] = np.searchsorted(self.off, q[late], "right") - 1
+    return part
 
   def _edge(self, lane:int|np.ndarray, number:np.ndarray) -> np.ndarray:
     """The entry at which a block of a lane begins. py1br: block 0 is cut short at random, sizes are block * 3/4 to 5/4."""
@@ -227,8 +252,8 @@ class Order:
   # *** orders by places: each sample has a place on a grid of quarter samples along its lane ***
 
   def _window(self, lane:int, entry:int) -> tuple[int, np.ndarray, np.ndarray]:
-    """(first entry, part of each sample, sample of the part) of the cell of the grid that holds an entry of a lane."""
-    width, end = 4 * self.cell, self.start[lane] + self.have[lane]
+    """(first entry, piece and sample at the entries from there on) of the cell of the grid that holds an entry of a lane."""
+    width, end = 4 * self.cell, int(self.start[lane]) + int(self.have[lane])
     c = self.number[lane] + 1 if entry == end else 4 * entry // width
     low, high = 0, int(4 * (self.cuts[lane + 1] - self.cuts[lane]) - 1) // width
     while True:
@@ -251,16 +276,14 @@ class Order:
     mid = self.off[a:z] + self.off[a + 1:z + 1] - 2 * lo
     left, h = 2 * np.maximum(mid - w, 0), h.astype(U32)
     w = 2 * np.minimum(mid + w, 2 * (hi - lo)) - left
+    piece, first = self.piece[a:z], self.first[a:z]
     if self.algo == "py1e-iid":
-      part = np.repeat(np.arange(z - a), n)
-      k = np.arange(len(part)) - (self.off[a:z] - self.off[a])[part]
-      x = left[part] + (_jitter(k, h[part]) * w.astype(U64)[part] >> U64(32)).astype(np.int64)
-      begin += int((x < t0).sum())
-      part, k, x = (v[np.flatnonzero((x >= t0) & (x < t1))] for v in (part, k, x))
+      wide = w.astype(U64)
+      before, part, k, u = _draws(n, h, *(((np.clip(t - left, 0, w).astype(U64) << U64(32)) + wide - U64(1)) // wide for t in (t0, t1)))
       def fill():
-        o = _argsort(x - t0)
-        return part[o] + a, k[o]
-      return begin, begin + len(x), fill
+        o = _argsort(left[part] - t0 + (u * wide[part] >> U64(32)).astype(np.int64))
+        return piece[part].take(o), (k + first[part]).take(o)
+      return begin + before, begin + before + len(k), fill
 
     # sample k of a part is at left + (k + u) * w / n, u < 1 from a hash; the step w / n has 32 significant bits and `shift` of them are a fraction
     shift = 32 - _bits(w // n)
@@ -268,21 +291,38 @@ class Order:
     shift = shift.astype(U64)
     def place(k, left, step, shift, h):
       k = k.astype(U64)
-      return left + ((k * step + (_jitter(k, h) * step >> U64(32))) >> shift).astype(np.int64)
+      return left + ((k * step + (_draw(k, h) * step >> U64(32))) >> shift).astype(np.int64)
     def count(t):
       k = np.minimum((np.clip(t - left, 0, w).astype(U64) << shift) // step, n.astype(U64)).astype(np.int64)
       return k + ((k < n) & (place(k, left, step, shift, h) < t))
     c0 = count(t0)
     m = count(t1) - c0
     def fill():
-      part = np.repeat(np.arange(z - a), m)
-      k = np.arange(len(part)) + np.repeat(c0 - np.cumsum(m) + m, m)
-      o = _argsort(place(k, left[part], step[part], shift[part], h[part]) - t0)
-      return part[o] + a, permute(k, n, self.key[a:z], part)[o]
+      part, p, f, k, *at = (np.repeat(x, m) for x in (np.arange(z - a), piece, first, c0 - np.cumsum(m) + m, left - t0, step, shift, h))
+      k += np.arange(len(k))
+      o = _argsort(place(k, *at))
+      return p.take(o), (permute(k, n, self.key[a:z], part) + f).take(o)
     begin += int(c0.sum())
     return begin, begin + int(m.sum()), fill
 
-def _jitter(k:np.ndarray, h:np.ndarray) -> np.ndarray: return _hash32(k.astype(U32) * U32(0x9E3779B9) + h).astype(U64)
+def _draws(n:np.ndarray, h:np.ndarray, lo:np.ndarray, hi:np.ndarray) -> tuple[int, np.ndarray, np.ndarray, np.ndarray]:
+  """Of the n draws from [0, 2**32) of each part: how many are less than lo, and (part, number, draw) of those in [lo, hi)."""
+  some = np.flatnonzero((lo < 1 << 32) & (hi > 0))
+  before, end, found = int(n[lo == 1 << 32].sum()), np.append(0, np.cumsum(n[some])), []
+  lo, top = lo.astype(U32), (hi - U64(1)).astype(U32)
+  for a in range(0, int(end[-1]), 1 << 16):  # all have to be looked at, a share at a time
+    z = min(a + (1 << 16), int(end[-1]))
+    s = slice(np.searchsorted(end, a, "right") - 1, np.searchsorted(end, z, "left"))
+    part, k, low, high, key = (np.repeat(x, np.diff(np.clip(end[s.start:s.stop + 1], a, z)))
+                               for x in (some[s], end[s], lo[some[s]], top[some[s]], h[some[s]]))
+    k = np.arange(a, z) - k
+    u = _draw(k, key)
+    before += np.count_nonzero(u < low)
+    at = np.flatnonzero((u >= low) & (u <= high))
+    found.append((part[at], k[at], u[at]))
+  return before, *(np.concatenate(x) for x in zip(*found))
+
+def _draw(k:np.ndarray, h:np.ndarray) -> np.ndarray: return _hash32(k.astype(U32) * U32(0x9E3779B9) + h)
 
 def _argsort(x:np.ndarray) -> np.ndarray:
   # stable, 0 <= x < 2**32, by numpy's radix sort of 16 bits
