@@ -379,11 +379,12 @@ def _walk(data:bytes) -> Iterable[tuple[str, Any, int, int]]:
     expect(":")
     if key == "shards":
       expect("[")
-      while text[at:at + 1] != "]":
-        yield value(key)
-        if text[at:at + 2] == ", ": at += 2
-        elif expect(",]") == "]": break
-      else: expect("]")
+      if text[at:at + 1] == "]": expect("]")
+      else:
+        while True:
+          yield value(key)
+          if text[at:at + 2] == ", ": at += 2
+          elif expect(",]") == "]": break
     else: yield value(key)
     if expect(",}") == "}": break
   if at < len(text) or base + len(text) < len(data): raise FormatError(f"something after its end, at byte {base + at}")
@@ -413,7 +414,7 @@ class Index:
     rows, schemas, number, known, version, at = array("q"), {}, 0, None, None, "index"
     try:
       data = _inflate_index(data, where)
-      if not data.isascii(): data = json.dumps(json.loads(data, parse_constant=_no_constant)).encode()
+      if not data.isascii(): data = json.dumps(json.loads(data.decode(), parse_constant=_no_constant)).encode()
       for key, e, start, stop in _walk(data):
         if key == "version": version = e
         if key != "shards": continue
@@ -435,7 +436,7 @@ class Index:
       at = "index"
       if type(version) is not int or version != 2: raise FormatError(f"version {version!r:.40}, only 2 can be read")
     except KeyError as e: raise FormatError(f"{where}: {at}: no {e}") from e
-    except (ValueError, TypeError, AttributeError, RecursionError) as e: raise FormatError(f"{where}: {at}: {e}") from e
+    except (ValueError, TypeError, AttributeError, IndexError, RecursionError) as e: raise FormatError(f"{where}: {at}: {e}") from e
     return cls(data, where, np.frombuffer(rows, np.int64).reshape(-1, 6), list(schemas))
 
   def entry(self, shard:int) -> dict:
@@ -663,8 +664,7 @@ class _Writer:
     if url is not None:
       from .remote import Remote
       self.remote = Remote(url)
-    self._scratch = tempfile.mkdtemp(prefix="streaming-") if local is None else None
-    self.local = self._scratch or os.path.expanduser(os.fspath(local))
+    self.local, self._scratch = None if local is None else os.path.expanduser(os.fspath(local)), None
     self._number = self._claim(exist_ok, append)
     self._block, self._used = memoryview(b""), 0
     self._start()
@@ -672,7 +672,7 @@ class _Writer:
 
   def _claim(self, exist_ok:bool, append:bool) -> int:
     """Make sure that what is there comes to no harm, and return the number of the first shard."""
-    there = sorted(os.listdir(self.local)) if os.path.isdir(self.local) else []
+    there = sorted(os.listdir(self.local)) if self.local and os.path.isdir(self.local) else []
     index = next((n for n in INDEXES if n in there), None)
     far = next((n for n in INDEXES if self.remote.exists(n)), None) if self.remote is not None else None
     if (there or far) and not (exist_ok or append):
@@ -687,9 +687,10 @@ class _Writer:
         raise ValueError(f"{place.where} has the columns {have}, not {mine}")
       self._old = [old.entry(i) for i in range(len(old))]
       numbers += [int(m[1]) for e in self._old if (m := _SHARD.fullmatch(e["raw_data"]["basename"]))]
+    if exist_ok and far: self.remote.delete(far)
+    if self.local is None: self.local = self._scratch = tempfile.mkdtemp(prefix="streaming-")
     os.makedirs(self.local, exist_ok=True)
     if exist_ok:
-      if far: self.remote.delete(far)
       for n in sorted(there, key=lambda n: n not in INDEXES):  # the index first: what it lists is whole while it is there
         if n in INDEXES or _SHARD.fullmatch(n): os.remove(os.path.join(self.local, n))
     return max(numbers, default=-1) + 1 if append else 0

@@ -137,7 +137,7 @@ class Remote:
     except (RequestException, HTTPError) as e: raise self._network(e) from None
 
   def _status(self, r, verb:str, name:str):
-    if r.status_code in (200, 206) or verb == "PUT" and r.status_code in (201, 204): return
+    if r.status_code in (200, 206) or verb in ("PUT", "DELETE") and r.status_code in (201, 202, 204): return
     why = f"{r.status_code} {r.reason or ''}".strip()
     if r.status_code in (429, 503): self.pressure += 1
     if r.status_code in (408, 429) or r.status_code >= 500: raise _Again(why, r.status_code, _retry_after(r.headers.get("Retry-After")))
