@@ -427,47 +427,58 @@ class Blend:
     self.tree = Tree(np.diff(ends // self.unit, axis=0).tolist(), hash64(mix.seed, epoch, "tree"))
     self.full, self.length = sum(self.whole), sum(self.counts)
     self.tail = self.full + np.cumsum([0, *(c - w for c, w in zip(self.counts, self.whole))])
-    self.step = max(1, CHUNK // self.unit) * self.unit
+    self.step = max(1, max(CHUNK, 256 * len(self.counts)) // self.unit) * self.unit
     self.plans:dict[int, Plan] = {}
-    self.chunks:dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
+    self.chunks:dict[int, tuple[np.ndarray, ...]] = {}
 
   def stream(self, i:int) -> Plan:
     if i not in self.plans:
       block = max(1, (self.mix.block or default_block(self.mix.lanes)) * self.counts[i] // self.length)
       self.plans[i] = Plan(self.mix, self.epoch, [i], [self.counts[i]], [self.starts[i]], block, self.lane_unit)
+      order = self.plans[i].order
+      order.cell = min(order.cell, max(1 << 10, (1 << 22) // (len(self.counts) * order.lanes)))   # every lane of every stream keeps one
     return self.plans[i]
 
-  def _chunk(self, number:int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    # stream, index in the stream, and id of each position of a chunk
-    if number not in self.chunks:
-      start, stop, K = number * self.step, min((number + 1) * self.step, self.length), self.unit
-      which, index, ids = np.empty(stop - start, np.int32), np.empty(stop - start, np.int64), np.empty(stop - start, np.int64)
-      def put(i, first, at):
-        which[at], index[at], ids[at] = i, (r := np.arange(first, first + len(at))), self.stream(i).ids(r)
-      for i, u, at in self.tree.window(start // K, min(stop, self.full) // K):
-        put(i, u * K, at if K == 1 else (at[:, None] * K + np.arange(K)).ravel())
-      for i in range(len(self.counts)):
-        a, b = max(start, self.tail[i]), min(stop, self.tail[i+1])
-        if a < b: put(i, self.whole[i] + a - self.tail[i], np.arange(a, b) - start)
-      self.chunks = {**{c: self.chunks[c] for c in list(self.chunks)[-3:]}, number: (which, index, ids)}
-    return self.chunks[number]
-
-  def _look(self, pos:np.ndarray, column:int) -> np.ndarray:
-    out, chunk = np.empty(len(pos), np.int64), pos // self.step
-    for c in np.unique(chunk).tolist(): out[here] = self._chunk(c)[column][pos[here := chunk == c] - c * self.step]
-    return out
+  def _rows(self, pos:np.ndarray) -> Iterator[tuple[Any, np.ndarray, tuple[np.ndarray, ...]]]:
+    """By chunks of positions: (which of pos are in it, where in it, the chunk: stream, index in the stream, lane and id (-1: not yet) of each)."""
+    chunk = pos // self.step
+    one = len(pos) > 0 and chunk.min() == chunk.max()
+    for c in chunk[:1].tolist() if one else np.unique(chunk).tolist():
+      if c not in self.chunks:
+        start, stop, K = c * self.step, min((c + 1) * self.step, self.length), self.unit
+        which, index = np.empty(stop - start, np.min_scalar_type(len(self.counts))), np.empty(stop - start, np.int64)
+        for i, u, at in self.tree.window(min(start, self.full) // K, min(stop, self.full) // K):
+          if K > 1: at = (at[:, None] * K + np.arange(K)).ravel()
+          which[at], index[at] = i, np.arange(u * K, u * K + len(at))
+        if stop > self.full:
+          rest = np.arange(max(start, self.full), stop)
+          i = np.searchsorted(self.tail, rest, "right") - 1
+          which[rest - start], index[rest - start] = i, rest - self.tail[i] + np.array(self.whole)[i]
+        lane = interleave(index, self.mix.lanes, self.lane_unit)[0] if self.mix.lanes > 1 else np.zeros(len(index), np.int64)
+        self.chunks = {**{k: self.chunks[k] for k in list(self.chunks)[-3:]}, c: (which, index, lane, np.full(stop - start, -1))}
+      here = slice(None) if one else chunk == c
+      yield here, pos[here] - c * self.step, self.chunks[c]
 
   def ids(self, pos:np.ndarray) -> np.ndarray:
-    pos = np.asarray(pos, np.int64)
+    if len(pos) > self.step: return np.concatenate([self.ids(p) for p in np.split(pos, range(self.step, len(pos), self.step))])
     if len(pos) == 1 and pos[0] < self.full and int(pos[0]) // self.step not in self.chunks:
       i, u = self.tree.find(int(pos[0]) // self.unit)
       return self.stream(i).ids(np.array([u * self.unit + int(pos[0]) % self.unit]))
-    return self._look(pos, 2)
+    out = np.empty(len(pos), np.int64)
+    for here, at, (which, index, lane, ids) in self._rows(pos):
+      if len(new := at[ids[at] < 0]):   # the lanes of these for the whole chunk: a rank has few lanes and needs more of them soon
+        wanted = np.zeros(self.mix.lanes, bool)
+        wanted[lane[new]] = True
+        todo = np.flatnonzero(wanted[lane] & (ids < 0))
+        todo = todo[np.argsort(which[todo], kind="stable")]
+        for part in np.split(todo, np.flatnonzero(np.diff(which[todo])) + 1): ids[part] = self.stream(int(which[part[0]])).ids(index[part])
+      out[here] = ids[at]
+    return out
 
   def slice(self, start:int, stop:int, rank:int, ranks:int) -> np.ndarray:
-    pos = np.arange(start, stop)
-    which, n = self._look(pos, 0), len(pos)
-    lane = np.zeros(n, np.int64) if self.mix.lanes == 1 else interleave(self._look(pos, 1), self.mix.lanes, self.lane_unit)[0]
+    pos, n = np.arange(start, stop), stop - start
+    which, lane = np.empty((2, n), np.int64)
+    for here, at, chunk in self._rows(pos): which[here], lane[here] = chunk[0][at], chunk[2][at]
     if self.mix.method != "stratified": return pos[np.argsort(lane, kind="stable")[n * rank // ranks:n * (rank + 1) // ranks]]
     # deal the rows round robin by stream; which row of the stream a rank's share is goes by lane
     bigger = np.diff(n * np.arange(ranks + 1) // ranks) > n // ranks
