@@ -1,0 +1,60 @@
+import os, shutil, subprocess, sys, unittest
+from helpers import ROOT, TempDirTestCase
+
+CODE = """
+import sys
+if "tinygrad first" in sys.argv:
+  import extra.datasets.imagenet as i
+  assert i.MARK == "tinygrad's"
+import extra.datasets.streaming as s
+from extra.datasets.streaming.format import MDSWriter
+assert "tinygrad" not in sys.modules and "torch" not in sys.modules and "requests" not in sys.modules, "imported too early"
+if "merged" in sys.argv:
+  from extra.datasets import fetch_mnist
+  import extra.datasets.imagenet, extra.lr_scheduler
+  assert (fetch_mnist(), extra.datasets.imagenet.MARK, extra.lr_scheduler.MARK) == ("mnist", "tinygrad's", "tinygrad's")
+  assert "loaded by the other __init__" in sys.modules
+try: from extra.datasets import nothing_of_this_name
+except ImportError: pass
+else: raise SystemExit("a name that is nowhere was found")
+print(s.__file__)
+"""
+
+class TestLayouts(TempDirTestCase):
+  """The package beside tinygrad's own tree, whose extra/ has no __init__ and whose extra/datasets has one."""
+  def setUp(self):
+    super().setUp()
+    for name, text in (("extra/lr_scheduler.py", "MARK = \"tinygrad's\""), ("extra/datasets/imagenet.py", "MARK = \"tinygrad's\""),
+                       ("extra/datasets/__init__.py", "import sys\nsys.modules['loaded by the other __init__'] = sys\ndef fetch_mnist(): return 'mnist'")):
+      os.makedirs(os.path.dirname(self.path("tree", name)), exist_ok=True)
+      with open(self.path("tree", name), "w") as f: f.write(text)
+    os.makedirs(self.path("empty"))
+
+  def run_with(self, *path:str, args:tuple[str, ...]=()) -> str:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "PYTHONSAFEPATH": "1"}
+    r = subprocess.run([sys.executable, "-c", CODE, *args], env=env, cwd=self.path("empty"), capture_output=True, text=True, timeout=60)
+    self.assertEqual((r.returncode, r.stderr), (0, ""))
+    return r.stdout.strip()
+
+  def test_alone(self): self.assertTrue(self.run_with(ROOT).startswith(ROOT))
+  def test_this_repo_first(self):
+    for args in (("merged",), ("merged", "tinygrad first")): self.assertTrue(self.run_with(ROOT, self.path("tree"), args=args).startswith(ROOT))
+  def test_linked_into_a_checkout(self):
+    os.symlink(os.path.join(ROOT, "extra/datasets/streaming"), self.path("tree/extra/datasets/streaming"))
+    for path in ((self.path("tree"),), (self.path("tree"), ROOT), (ROOT, self.path("tree"))): self.linked(path)
+  def test_copied_into_a_checkout(self):
+    shutil.copytree(os.path.join(ROOT, "extra/datasets/streaming"), self.path("tree/extra/datasets/streaming"))
+    self.linked((self.path("tree"),))
+  def linked(self, path:tuple[str, ...]): self.run_with(*path, args=("merged",) if path[0] == ROOT else ("merged",))
+
+class TestInstalled(unittest.TestCase):
+  def test_setup_lists_the_packages(self):
+    r = subprocess.run([sys.executable, "setup.py", "--name", "--version"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    self.assertEqual(r.stdout.split()[-2:], ["tinygrad-streaming", "0.1.0"])
+  def test_nothing_imports_torch(self):
+    for folder, _, files in os.walk(os.path.join(ROOT, "extra")):
+      for name in files:
+        if name.endswith(".py"):
+          with open(os.path.join(folder, name)) as f: self.assertNotRegex(f.read(), r"(?m)^\s*(import|from) torch")
+
+if __name__ == "__main__": unittest.main()
