@@ -187,11 +187,12 @@ class Order:
     a, z = self.off[:-1] - lo, self.off[1:] - lo
     if self.algo == "naive": a, z = 0 * a, size
     elif self.algo in ("py1b", "py1br"): a, z = self._blocks(lane, a)[0], self._blocks(lane, z - 1)[1]
-    elif self.algo in ("py1e", "py1e-iid"):
-      far = self.block * 5 // 8 + 2
-      first = np.searchsorted(self.off, np.maximum(lo + a - 2 * far, lo), "right") - 1
-      last = np.searchsorted(self.off, np.minimum(lo + z + 2 * far, lo + size), "left")
-      a, z = self.off[first] - lo, self.off[last] - lo
+    elif self.algo == "py1e": a, z = self._windows(lane, lo, size)
+    elif self.algo == "py1e-iid":
+      # without a count of the samples inside: as if none, then as if all of every other window met had come before
+      far = self.block * 5 // 4 + 4
+      a = self.off[np.searchsorted(self.off, np.maximum(lo + a - far, lo), "right") - 1] - lo
+      z = self.off[np.searchsorted(self.off, np.minimum(lo + z + far, lo + size), "left")] - lo
     turn = np.argsort(lane_order(self.lanes))[lane]
     start, stop = np.full(len(self.count), self.length), np.zeros(len(self.count), np.int64)
     def position(entry): return (entry // self.unit * self.lanes + turn) * self.unit + entry % self.unit
@@ -265,45 +266,70 @@ class Order:
     self.number[lane] = c
     return start, *fill()
 
+  def _places(self, a:int, z:int, lo:np.ndarray|int, hi:np.ndarray|int):
+    """Of parts a to z of lanes that are [lo, hi) of the line: sizes, hashes, and where on the grid each one's window begins and how wide it is."""
+    n, h = np.diff(self.off[a:z + 1]), hash64(self.key[a:z], "place")
+    w = np.maximum(n, self.block * 3 // 4 + ((h >> U64(32)) * U64(self.block // 2 + 1) >> U64(32)).astype(np.int64))
+    mid = self.off[a:z] + self.off[a + 1:z + 1] - 2 * lo
+    left = 2 * np.maximum(mid - w, 0)
+    return n, h.astype(U32), left, 2 * np.minimum(mid + w, 2 * (hi - lo)) - left
+
   def _probe(self, lane:int, t0:int, t1:int):
-    """The entries [start, stop) whose places are in [t0, t1), and a function that makes them."""
+    """The entries [start, stop) of a lane whose places are in [t0, t1), and a function that makes them."""
     lo, hi = int(self.cuts[lane]), int(self.cuts[lane + 1])
     far = self.block * 5 // 8 + 2  # no window is wider than 5/4 block unless its part is
     a = max(int(self.ends[lane]), int(np.searchsorted(self.off, lo + t0 // 4 - far, "right")) - 1)
     z = min(int(self.ends[lane + 1]), int(np.searchsorted(self.off, lo + t1 // 4 + far, "left")))
-    n, h, begin = np.diff(self.off[a:z + 1]), hash64(self.key[a:z], "place"), int(self.off[a]) - lo
-    w = np.maximum(n, self.block * 3 // 4 + ((h >> U64(32)) * U64(self.block // 2 + 1) >> U64(32)).astype(np.int64))
-    mid = self.off[a:z] + self.off[a + 1:z + 1] - 2 * lo
-    left, h = 2 * np.maximum(mid - w, 0), h.astype(U32)
-    w = 2 * np.minimum(mid + w, 2 * (hi - lo)) - left
-    piece, first = self.piece[a:z], self.first[a:z]
-    if self.algo == "py1e-iid":
-      wide = w.astype(U64)
-      before, part, k, u = _draws(n, h, *(((np.clip(t - left, 0, w).astype(U64) << U64(32)) + wide - U64(1)) // wide for t in (t0, t1)))
+    n, h, left, w = self._places(a, z, lo, hi)
+    piece, first, start = self.piece[a:z], self.first[a:z], int(self.off[a]) - lo
+    if self.algo == "py1e":
+      step = _steps(n, w)
+      c0 = _before(t0, n, left, w, *step, h)
+      m = _before(t1, n, left, w, *step, h) - c0
       def fill():
-        o = _argsort(left[part] - t0 + (u * wide[part] >> U64(32)).astype(np.int64))
-        return piece[part].take(o), (k + first[part]).take(o)
-      return begin + before, begin + before + len(k), fill
-
-    # sample k of a part is at left + (k + u) * w / n, u < 1 from a hash; the step w / n has 32 significant bits and `shift` of them are a fraction
-    shift = 32 - _bits(w // n)
-    step = ((w << shift) // n).astype(U64)
-    shift = shift.astype(U64)
-    def place(k, left, step, shift, h):
-      k = k.astype(U64)
-      return left + ((k * step + (_draw(k, h) * step >> U64(32))) >> shift).astype(np.int64)
-    def count(t):
-      k = np.minimum((np.clip(t - left, 0, w).astype(U64) << shift) // step, n.astype(U64)).astype(np.int64)
-      return k + ((k < n) & (place(k, left, step, shift, h) < t))
-    c0 = count(t0)
-    m = count(t1) - c0
+        part, p, f, k, *at = (np.repeat(x, m) for x in (np.arange(z - a), piece, first, c0 - np.cumsum(m) + m, left - t0, *step, h))
+        k += np.arange(len(k))
+        o = _argsort(_place(k, *at))
+        return p.take(o), (permute(k, n, self.key[a:z], part) + f).take(o)
+      start += int(c0.sum())
+      return start, start + int(m.sum()), fill
+    wide = w.astype(U64)
+    before, part, k, u = _draws(n, h, *(((np.clip(t - left, 0, w).astype(U64) << U64(32)) + wide - U64(1)) // wide for t in (t0, t1)))
     def fill():
-      part, p, f, k, *at = (np.repeat(x, m) for x in (np.arange(z - a), piece, first, c0 - np.cumsum(m) + m, left - t0, step, shift, h))
-      k += np.arange(len(k))
-      o = _argsort(place(k, *at))
-      return p.take(o), (permute(k, n, self.key[a:z], part) + f).take(o)
-    begin += int(c0.sum())
-    return begin, begin + int(m.sum()), fill
+      o = _argsort(left[part] - t0 + (u * wide[part] >> U64(32)).astype(np.int64))
+      return piece[part].take(o), (k + first[part]).take(o)
+    return start + before, start + before + len(k), fill
+
+  def _windows(self, lane:np.ndarray, lo:np.ndarray, size:np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The entries between which each part's samples lie: those before its window and those before its end, at the next of a row of cuts."""
+    every = max(1, self.block // 4, 2 * self.length // max(1, len(lane)))
+    base = np.append(0, np.cumsum(4 * np.diff(self.cuts) // every + 2))
+    rank, first, last = np.zeros(base[-1], np.int64), np.empty_like(lo), np.empty_like(lo)
+    inside = np.zeros_like(rank)
+    for a in range(0, len(lane), 1 << 14):
+      s = slice(a, min(a + (1 << 14), len(lane)))
+      n, h, left, w = self._places(s.start, s.stop, lo[s], lo[s] + size[s])
+      first[s], last[s] = base[lane[s]] + left // every, base[lane[s]] + (left + w - 1) // every + 1
+      np.add.at(rank, last[s], n)
+      m = last[s] - first[s] - 1
+      part, c = np.repeat(np.arange(len(n)), m), np.arange(m.sum()) + np.repeat(first[s] + 1 - np.cumsum(m) + m, m)
+      t = (c - base[lane[s]][part]) * every
+      np.add.at(inside, c, _before(t, *(x[part] for x in (n, left, w, *_steps(n, w), h))))
+    rank = np.cumsum(rank) + inside
+    return rank[first] - lo, rank[last] - lo
+
+# sample k of a part is at left + (k + u) * w / n, u < 1 from a hash: the step w / n has 32 significant bits, the last `shift` of them a fraction
+def _steps(n:np.ndarray, w:np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+  shift = 32 - _bits(w // n)
+  return ((w << shift) // n).astype(U64), shift.astype(U64)
+
+def _place(k:np.ndarray, left:np.ndarray, step:np.ndarray, shift:np.ndarray, h:np.ndarray) -> np.ndarray:
+  return left + ((k.astype(U64) * step + (_draw(k, h) * step >> U64(32))) >> shift).astype(np.int64)
+
+def _before(t:int|np.ndarray, n:np.ndarray, left:np.ndarray, w:np.ndarray, step:np.ndarray, shift:np.ndarray, h:np.ndarray) -> np.ndarray:
+  # how many samples of each part have their places before t: all whose whole step ends there, none whose step begins later, so one to look at
+  k = np.minimum((np.clip(t - left, 0, w).astype(U64) << shift) // step, n.astype(U64)).astype(np.int64)
+  return k + ((k < n) & (_place(k, left, step, shift, h) < t))
 
 def _draws(n:np.ndarray, h:np.ndarray, lo:np.ndarray, hi:np.ndarray) -> tuple[int, np.ndarray, np.ndarray, np.ndarray]:
   """Of the n draws from [0, 2**32) of each part: how many are less than lo, and (part, number, draw) of those in [lo, hi)."""
