@@ -2,18 +2,20 @@
 
 A source is cut into parts that do not depend on the workers. Each part becomes a folder of shards, and its index.json, put in place last, says that
 it is done; the indexes are merged at the end. So the output is the same for any number of workers, and after a kill the same command goes on."""
-import argparse, contextlib, fcntl, hashlib, json, multiprocessing, os, re, shutil, signal, sys, tempfile, threading, time
+import argparse, contextlib, fcntl, hashlib, json, multiprocessing, os, re, shutil, sys, tempfile, time
 from concurrent.futures import Executor, FIRST_COMPLETED, ProcessPoolExecutor, as_completed, wait
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.context import SpawnContext, SpawnProcess
 from typing import Any, Callable, Iterator
 import numpy as np
-from .format import Index, MDSWriter, encoding, merge_index, parse_size, write_atomic
+from . import sources
+from .cache import Store
+from .format import Index, MDSWriter, encoding, merge_index, need, parse_size, write_atomic
+from .loader import child_setup, quiet_start
 from .remote import Remote, redact
 from .shuffle import hash64
-from . import sources
-from .sources import Options, Part
+from .sources import Options, Part, Rows, weight
 
 CHUNK, BUCKET = 64 << 20, 128 << 20      # bytes that a shuffle sorts at once, in its first and second pass
 
@@ -67,8 +69,6 @@ class Job:
   keys:tuple[int, int] = (0, 0)  # keys of the bucket
   size:int = 0                   # bytes of the source, for progress
 
-def size_of(value:Any) -> int:
-  return value.nbytes if isinstance(value, np.ndarray) else sum(len(v) if isinstance(v, (bytes, str)) else 32 for v in value)
 def pick(batch:dict[str, Any], at:np.ndarray) -> dict[str, Any]:
   return {n: v[at] if isinstance(v, np.ndarray) else [v[i] for i in at.tolist()] for n, v in batch.items()}
 def join(batches:list[dict[str, Any]]) -> dict[str, Any]:
@@ -90,58 +90,72 @@ def write_rows(w:MDSWriter, rows:np.ndarray, batch:dict[str, Any], columns:dict[
 
 def misfit(sample:dict[str, Any], columns:dict[str, str]) -> str|None:
   for n, name in columns.items():
-    try: encoding(name).encode(sample[n])
+    try: isinstance(sample[n], bytes) or encoding(name, allow_unsafe_types=True).encode(sample[n])
     except (TypeError, ValueError) as e: return f"column {n!r}: {e}"
   return None
 
+def route(job:Job, bad:sources.Bad) -> Iterator[tuple[str, np.ndarray, np.ndarray, dict[str, Any], int]]:
+  """(split, row numbers, keys, columns, bytes of the part so far): the batches of a part, and where their rows go."""
+  for rows, batch, done in sources.read(job.part, job.columns, bad):
+    if not len(rows): continue
+    keys = hash64(job.seed or 0, job.number, rows)
+    if not job.val: yield job.part.split, rows, keys, batch, done
+    else:
+      val = hash64("val", keys) < np.uint64(int(job.val * 2**64))
+      for split, at in (("train", np.flatnonzero(~val)), ("val", np.flatnonzero(val))): yield split, rows[at], keys[at], pick(batch, at), done
+
 class Sink:
-  """One folder that a job writes. With a shuffle each CHUNK is sorted by key, and the keys are kept beside the shards."""
+  """A folder that a part is written to. For a shuffle each CHUNK is sorted by key, and the keys are kept beside the shards."""
   def __init__(self, out:Out, job:Job, bad:sources.Bad):
-    self.w, self.columns, self.bad, self.waiting, self.size, self.keys = MDSWriter(out=out, columns=job.columns, exist_ok=True, **job.writer), \
-      job.columns, bad, [], 0, open(os.path.join(out, "keys"), "wb") if job.seed is not None else None
+    clear(out)
+    self.out, self.columns, self.bad, self.waiting, self.size = out, job.columns, bad, [], 0
+    self.w = MDSWriter(out=out, columns=job.columns, exist_ok=True, **job.writer)
+    self.keys = None if job.seed is None else open(os.path.join(out, ".keys"), "wb")
 
   def add(self, rows:np.ndarray, keys:np.ndarray, batch:dict[str, Any]):
     if self.keys is None: write_rows(self.w, rows, batch, self.columns, self.bad)
     else:
       self.waiting.append((rows, keys, batch))
-      self.size += sum(map(size_of, batch.values()))
+      self.size += sum(v.nbytes if isinstance(v, np.ndarray) else sum(map(weight, v)) for v in batch.values())
       if self.size >= CHUNK: self.flush()
 
   def flush(self):
-    if not self.waiting: return
-    rows, keys = (np.concatenate([w[i] for w in self.waiting]) for i in (0, 1))
-    at = np.argsort(keys, kind="stable")
-    kept = write_rows(self.w, rows[at], pick(join([w[2] for w in self.waiting]), at), self.columns, self.bad)
-    self.waiting, self.size = [], 0
-    self.keys.write(np.uint64(len(kept)).tobytes() + keys[at][kept].tobytes())
+    if self.waiting:
+      rows, keys = (np.concatenate([w[i] for w in self.waiting]) for i in (0, 1))
+      at = np.argsort(keys, kind="stable")
+      batch, self.waiting, self.size = pick(join([w[2] for w in self.waiting]), at), [], 0
+      kept = write_rows(self.w, rows[at], batch, self.columns, self.bad)
+      self.keys.write(np.uint64(len(kept)).tobytes() + keys[at][kept].tobytes())
 
-def write_part(job:Job, tell:Tell=lambda *_: None) -> int:
-  """Convert one part and return its rows. Run again it writes the same bytes."""
+  def close(self, skipped:list[dict]):
+    if self.keys is not None:
+      self.flush()
+      self.keys.close()
+    if skipped: put(self.out, "skipped.jsonl", "".join(json.dumps(s) + "\n" for s in sorted(skipped, key=lambda s: s["row"])).encode())
+    self.w.finish()
+
+def bad_rows(job:Job) -> tuple[sources.Bad, list[dict]]:
+  """What a part does with rows that do not fit, and those it has left out."""
   skipped:list[dict] = []
-  first:int|None = None
+  where, first = redact(job.part.file), None
   def bad(row:int, why:str):
     nonlocal first
-    where, first = redact(job.part.file), sources.first_row(job.part) if first is None else first
-    row += first
-    if not job.skip_bad: raise ConvertError(f"{where}: row {row}: {why}")
-    skipped.append({"source": where, "row": row, "why": why})
+    if first is None: first = sources.first_row(job.part)
+    if not job.skip_bad: raise ConvertError(f"{where}: row {first + row}: {why}")
+    skipped.append({"source": where, "row": first + row, "why": why})
+  return bad, skipped
+
+def write_part(job:Job, tell:Tell=lambda *_: None) -> int:
+  """Convert a part and return its rows. Done again it writes the same bytes."""
+  bad, skipped = bad_rows(job)
   rows, sinks = 0, {split: Sink(out, job, bad) for split, out in job.outs.items()}
   try:
-    for numbers, batch, done in sources.read(job.part, job.columns, bad):
-      if not len(numbers): continue
-      keys = hash64(job.seed or 0, job.number, numbers)
-      if job.val:
-        val = hash64("val", keys) < np.uint64(int(job.val * 2**64))
-        for split, at in (("val", np.flatnonzero(val)), ("train", np.flatnonzero(~val))): sinks[split].add(numbers[at], keys[at], pick(batch, at))
-      else: sinks[job.part.split].add(numbers, keys, batch)
+    for split, numbers, keys, batch, done in route(job, bad):
+      sinks[split].add(numbers, keys, batch)
       tell(job.number, rows := rows + len(numbers), min(done, job.size))
     for split, sink in sinks.items():
-      if sink.keys is not None:
-        sink.flush()
-        sink.keys.close()
-      if skipped: put(job.outs[split], "skipped.jsonl", "".join(json.dumps(s) + "\n" for s in sorted(skipped, key=lambda s: s["row"])).encode())
-      skipped = []
-      sink.w.finish()
+      if sink.keys is not None: sink.flush()
+    for split, sink in sinks.items(): sink.close(skipped if split == next(iter(sinks)) else [])
   except BaseException:
     for sink in sinks.values(): sink.w.abort()
     raise
@@ -152,89 +166,110 @@ def write_bucket(job:Job, tell:Tell=lambda *_: None) -> int:
   lo, hi = (np.uint64(k) for k in job.keys)
   found:list[tuple[np.ndarray, dict[str, Any]]] = []
   for folder in job.scatter:
-    all_keys, at, first = np.memmap(os.path.join(folder, "keys"), np.uint64, "r"), 0, 0
-    shards = sources.Folder(folder)
-    while at < len(all_keys):
-      n = int(all_keys[at])
-      keys = all_keys[at + 1:at + 1 + n]
-      i, j = np.searchsorted(keys, lo), np.searchsorted(keys, hi, "right")
-      for rows, batch in shards.rows(first + i, first + j): found.append((np.array(keys[rows - first]), batch))
+    if not os.path.getsize(path := os.path.join(folder, ".keys")): continue
+    words, at, first, rows = np.memmap(path, np.uint64, "r"), 0, 0, Rows(Store(None, folder), job.columns)
+    while at < len(words):
+      n = int(words[at])
+      keys = words[at + 1:at + 1 + n]
+      i, j = int(np.searchsorted(keys, lo)), int(np.searchsorted(keys, hi, "right"))
+      for numbers, batch in rows.read(first + i, first + j): found.append((np.array(keys[numbers - first]), batch))
       at, first = at + 1 + n, first + n
-  keys = np.concatenate([k for k, _ in found]) if found else np.zeros(0, np.uint64)
-  with MDSWriter(out=next(iter(job.outs.values())), columns=job.columns, exist_ok=True, **job.writer) as w:
-    if found: w.write_batch(pick(join([b for _, b in found]), np.argsort(keys, kind="stable")))
-  tell(job.number, len(keys), job.size)
-  return len(keys)
+  order = np.argsort(np.concatenate([k for k, _ in found]), kind="stable") if found else np.zeros(0, np.int64)
+  batches = [b for _, b in found]
+  clear(out := next(iter(job.outs.values())))
+  with MDSWriter(out=out, columns=job.columns, exist_ok=True, **job.writer) as w:
+    if found: w.write_batch(pick(join(batches), order))
+  tell(job.number, len(order), job.size)
+  return len(order)
 
-def work(job:Job, tell:Tell=lambda *_: None) -> int: return (write_part if job.part else write_bucket)(job, tell)
+# *** reading back ***
+
+def row_bytes(batch:dict[str, Any], columns:dict[str, str]) -> Iterator[tuple[bytes, ...]]:
+  """The rows of a batch as the bytes that are stored for them."""
+  def column(values:Any, e:Any) -> Iterator[bytes]:
+    if not isinstance(values, np.ndarray) or values.dtype != e.dtype or values.shape[1:] != e.shape:
+      return (v if isinstance(v, bytes) else e.encode(v) for v in values)
+    data = values.tobytes()
+    return (data[i * e.size:(i + 1) * e.size] for i in range(len(values)))
+  return zip(*(column(batch[n], encoding(e, allow_unsafe_types=True)) for n, e in columns.items()))
+
+def fitting(numbers:np.ndarray, batch:dict[str, Any], columns:dict[str, str], bad:sources.Bad) -> Iterator[tuple[int, tuple[bytes, ...]]]:
+  """The rows of a batch that fit their columns."""
+  try: yield from list(zip(numbers.tolist(), row_bytes(batch, columns)))
+  except (TypeError, ValueError):
+    for i, number in enumerate(numbers.tolist()):
+      if why := misfit({n: v[i] for n, v in batch.items()}, columns): bad(number, why)
+      else: yield number, next(row_bytes({n: v[i:i + 1] for n, v in batch.items()}, columns))
+
+def stored_rows(out:Out, columns:dict[str, str]) -> Iterator[tuple[bytes, ...]]:
+  with tempfile.TemporaryDirectory(prefix="convert-") as tmp:
+    rows = Rows(Store(local_of(out) or remote_of(out), tmp), columns)
+    for _, batch in rows.read(0, int(rows.starts[-1])): yield from row_bytes(batch, columns)
+
+def check_part(job:Job, tell:Tell=lambda *_: None) -> int:
+  """Compare what was written of a part with the part, row by row. With a shuffle, and for a part of the output itself, only sum up the hashes of the
+  rows, which do not depend on their order. Raises ConvertError."""
+  bad, _ = bad_rows(job)
+  total, count, back = 0, 0, {split: stored_rows(out, job.columns) for split, out in job.outs.items()}
+  for split, numbers, _, batch, done in route(job, bad):
+    for number, row in fitting(numbers, batch, job.columns, bad):
+      if not back:
+        h = hashlib.blake2b(digest_size=16)
+        for v in row: h.update(len(v).to_bytes(8, "little") + v)
+        total += int.from_bytes(h.digest(), "little")
+      elif (got := next(back[split], None)) != row:
+        what = next((f"column {n!r} differs" for n, a, b in zip(job.columns, got, row) if a != b), "") if got else "it is missing"
+        raise ConvertError(f"{show(job.outs[split])}: row {number} of {redact(job.part.file)}: {what}")
+    tell(job.number, count := count + len(numbers), min(done, job.size))
+  for split, it in back.items():
+    if next(it, None) is not None: raise ConvertError(f"{show(job.outs[split])} has more rows than {redact(job.part.file)}")
+  return total
 
 # *** running jobs ***
 
+Work = Callable[..., int]        # (job, tell) -> what run() returns of it
+
 class _Process(SpawnProcess):
   @staticmethod
-  def _Popen(process_obj):   # a worker would run the user's script again: it is hidden while the worker starts, as in tinygrad's engine/worker.py
-    main = sys.modules["__main__"]
-    saved = {n: getattr(main, n) for n in ("__file__", "__spec__") if hasattr(main, n)}
-    try:
-      for n in saved: setattr(main, n, None)
-      return SpawnProcess._Popen(process_obj)
-    finally:
-      for n, v in saved.items(): setattr(main, n, v)
-
+  def _Popen(process_obj):
+    with quiet_start(need_main=False): return SpawnProcess._Popen(process_obj)
 class _Spawn(SpawnContext): Process = _Process     # type: ignore
 
-_progress:Any = None
-def _start(alive, progress):
-  """In a worker: Ctrl-C is the driver's to handle, and when the driver is gone, or wants an end, the worker is gone too."""
-  global _progress
-  _progress = progress
-  signal.signal(signal.SIGINT, signal.SIG_IGN)
-  threading.Thread(target=lambda: (alive.poll(None), os._exit(1)), daemon=True).start()
-def _work(job:Job) -> int: return work(job, lambda *told: _progress.send(told))
+_told:Any = None
+def _start(told):
+  global _told
+  _told = told
+  child_setup(())
+def _work(work:Work, job:Job) -> int: return work(job, lambda *args: _told.send(args))
 
-def run_here(jobs:list[Job], tell:Tell) -> Iterator[tuple[Job, int]]:
-  for job in jobs: yield job, work(job, tell)
-
-def run_on(executor:Executor, jobs:list[Job]) -> Iterator[tuple[Job, int]]:
+def run_on(executor:Executor, work:Work, jobs:list[Job]) -> Iterator[tuple[Job, int]]:
   futures = {executor.submit(work, job): job for job in jobs}
   try:
     for f in as_completed(futures): yield futures[f], f.result()
   finally:
     for f in futures: f.cancel()
 
-def run_pool(jobs:list[Job], workers:int, tell:Tell) -> Iterator[tuple[Job, int]]:
+def run_pool(workers:int, work:Work, jobs:list[Job], tell:Tell) -> Iterator[tuple[Job, int]]:
   """Jobs on processes of this machine. What a worker that dies (by the out-of-memory killer, say) had in hand is done again, three times at most."""
   left, deaths, told = {job.number: job for job in jobs}, 0, multiprocessing.Pipe(duplex=False)
   while left:
-    alive = multiprocessing.Pipe(duplex=False)
-    pool, ended = ProcessPoolExecutor(min(workers, len(left)), _Spawn(), _start, (alive[0], told[1])), False
+    pool = ProcessPoolExecutor(min(workers, len(left)), _Spawn(), _start, (told[1],))
     try:
-      futures = {pool.submit(_work, job): job for job in left.values()}
+      futures = {pool.submit(_work, work, job): job for job in left.values()}
       while futures:
         done, _ = wait(futures, 0.1, FIRST_COMPLETED)
         while told[0].poll(): tell(*told[0].recv())
         for f in done:
-          rows, deaths = f.result(), 0
+          result, deaths = f.result(), 0
           del left[(job := futures.pop(f)).number]
-          yield job, rows
-      ended = True
+          yield job, result
     except BrokenProcessPool:
       if (deaths := deaths + 1) > 3: raise RuntimeError(f"workers died {deaths} times at parts {sorted(left)[:workers]}: out of memory?") from None
-    finally:
-      if not ended: alive[1].close()
-      pool.shutdown(cancel_futures=True)
-      alive[1].close()
-
-# *** the driver ***
-
-@dataclass
-class Summary:
-  out:Out
-  rows:dict[str, int]        # by split
-  shards:int
-  bytes:int                  # of the raw shards  # noqa: A003
-  skipped:int
-  seconds:float
+    except BaseException:
+      for p in multiprocessing.active_children():
+        if isinstance(p, _Process): p.kill()
+      raise
+    finally: pool.shutdown(cancel_futures=True)
 
 class Progress:
   """Rows and bytes told by the parts, on tinygrad's progress bar."""
@@ -250,50 +285,62 @@ class Progress:
     self.bar.set_description(f"{rows / max(time.perf_counter() - self.start, 1e-9):,.0f} rows/s")
     self.bar.update(size - self.shown)
     self.shown = size
-  def close(self):
-    if self.bar is not None: self.bar.update(close=True)
+
+def run(work:Work, jobs:list[Job], workers:int, executor:Executor|None, quiet:bool, keep:bool) -> int:
+  """Do the jobs and return the sum of what they give. With `keep` those whose folders have an index are done already."""
+  progress, todo, total = Progress(sum(job.size for job in jobs), quiet), [], 0
+  for job in jobs:
+    if keep and all(index_of(out) is not None for out in job.outs.values()): progress(job.number, 0, job.size)
+    else: todo.append(job)
+  if executor: results = run_on(executor, work, todo)
+  elif min(workers, len(todo)) < 2: results = ((job, work(job, progress)) for job in todo)
+  else: results = run_pool(workers, work, todo, progress)
+  try:
+    for job, result in results:
+      progress(job.number, progress.told.get(job.number, (result, 0))[0], job.size)
+      total += result
+  finally:
+    if progress.bar is not None: progress.bar.update(close=True)
+  return total
+
+# *** the driver ***
+
+@dataclass
+class Summary:
+  out:Out
+  rows:dict[str, int]        # by split
+  shards:int
+  bytes:int                  # of the raw shards  # noqa: A003
+  skipped:int
+  seconds:float
 
 def clear(out:Out):
   """Remove what a conversion that ended early left in a folder."""
   if not (local := local_of(out)) or not os.path.isdir(local): return
   for name in sorted(os.listdir(local), key=lambda n: not n.startswith("index.json")):      # what an index lists is there as long as the index is
-    if re.fullmatch(r"\.?index\.json.*|shard\.\d{5,}\..*|skipped\.jsonl|keys", name): os.remove(os.path.join(local, name))
-
-def run(jobs:list[Job], keep:bool, workers:int, executor:Executor|None, quiet:bool):
-  """Do the jobs; with `keep`, those whose folders have no index yet."""
-  todo = [job for job in jobs if not keep or any(index_of(out) is None for out in job.outs.values())]
-  for job in todo:
-    for out in job.outs.values(): clear(out)
-  progress = Progress(sum(job.size for job in jobs), quiet)
-  for job in jobs:
-    if job not in todo: progress(job.number, 0, job.size)
-  try:
-    if executor: done = run_on(executor, todo)
-    else: done = run_here(todo, progress) if min(workers, len(todo)) < 2 else run_pool(todo, workers, progress)
-    for job, rows in done: progress(job.number, rows, job.size)
-  finally: progress.close()
+    if re.fullmatch(r"\.?index\.json.*|shard\.\d{5,}\..*|\.keys", name): os.remove(os.path.join(local, name))
 
 def folders(out:Out, split:str, n:int) -> list[Out]: return [under(out, split)] if n == 1 else [under(out, split, f"{i:05}") for i in range(n)]
 
-def prepare(out:Out, record:dict, splits:list[str], exist_ok:bool) -> bool:
-  """Make sure that nothing of others is harmed in `out`; say whether parts that are there are to be kept."""
-  old, ready = get(out, "convert.json"), all(index_of(under(out, split)) for split in splits)
-  same = old is not None and json.loads(old) == record
-  local = local_of(out)
+def prepare(out:Out, record:dict, splits:list[str], exist_ok:bool, verify:bool) -> str:
+  """Make sure that nothing of others is harmed in `out`. "ready" when it is whole and only to be verified, "begun" when parts that are there are to
+  be kept, else "new"."""
+  old, ready, local = get(out, "convert.json"), all(index_of(under(out, split)) is not None for split in splits), local_of(out)
+  was = {} if old is None else json.loads(old)
+  other = sorted(k for k in record.keys() | was.keys() if record.get(k) != was.get(k))
+  if not other and (verify and ready and not exist_ok or not ready): return "ready" if ready else "begun"
   if not exist_ok:
+    if was and other: raise ConvertError(f"{show(out)} holds a conversion with another {', '.join(other)}: --exist-ok begins anew")
     if ready: raise FileExistsError(f"{show(out)} is a dataset already: --exist-ok makes it anew")
-    if old is None and local and os.listdir(local): raise FileExistsError(f"{local} is not empty, and not a conversion that was begun")
-    if old is not None and not same:
-      other = sorted(k for k in record.keys() | json.loads(old).keys() if record.get(k) != json.loads(old).get(k))
-      raise ConvertError(f"{show(out)} holds a conversion that was begun with another {', '.join(other)}: --exist-ok begins anew")
-  if same and not ready: return True
+    if local and os.listdir(local): raise FileExistsError(f"{local} is not empty, and no conversion has begun it")
   if local:
-    for split in splits:
-      clear(under(local, split))
-      for d in os.listdir(os.path.join(local, split)) if os.path.isdir(os.path.join(local, split)) else ():
-        if d.isdigit() and len(d) == 5: shutil.rmtree(os.path.join(local, split, d))
+    for folder in [local, *(os.path.join(local, split) for split in {*splits, "train", "val", "test"} - {""})]:
+      clear(folder)
+      for d in os.listdir(folder) if os.path.isdir(folder) else ():
+        if re.fullmatch(r"\d{5}", d): shutil.rmtree(os.path.join(folder, d))
+        if d == "skipped.jsonl": os.remove(os.path.join(folder, d))
   put(out, "convert.json", json.dumps(record, indent=1).encode())
-  return False
+  return "new"
 
 @contextlib.contextmanager
 def lock(out:Out):
@@ -314,108 +361,187 @@ def choose(inferred:dict[str, str], columns:dict[str, str], only:list[str]|None)
     if n not in inferred: raise ConvertError(f"no column {n!r} in the source, it has {', '.join(inferred)}")
   chosen = {n: columns.get(n, e) for n, e in inferred.items() if only is None or n in only}
   for n, e in chosen.items():
-    if not e: raise ConvertError(f"column {n!r} is not in every row: --only names the columns to write")
+    if e.startswith("!"): raise ConvertError(f"column {n!r} {e[1:]}: name an encoding with --columns, or the columns to write with --only")
     encoding(e, allow_unsafe_types=True)
   return chosen
 
-def convert(source:str, out:Out, *, kind:str|None=None, columns:dict[str, str]|None=None, only:list[str]|None=None, size_limit:int|str="64mb",
-            compression:str|None=None, hashes:list[str]|None=None, shuffle_seed:int|None=None, val:float=0, skip_bad:bool=False, workers:int=1,
-            executor:Executor|None=None, exist_ok:bool=False, scratch:str|None=None, quiet:bool=True, **options) -> Summary:
-  """Write a source as MDS shards to `out`: a folder, a URL, or (folder, URL). The same call goes on with one that was killed; the output does not
-  depend on `workers` or `executor`.
+@contextlib.contextmanager
+def executor_of(spec:Executor|str|None) -> Iterator[Executor|None]:
+  """The executor that "dask:ADDRESS" or "mpi" means."""
+  if not isinstance(spec, str): yield spec
+  elif spec.startswith("dask:"):
+    need("distributed", "dask")
+    from distributed import Client
+    with Client(spec[5:]) as client: yield client.get_executor()
+  elif spec == "mpi":
+    need("mpi4py", "mpi")
+    from mpi4py.futures import MPIPoolExecutor
+    with MPIPoolExecutor() as pool: yield pool
+  else: raise ConvertError(f"executor {spec!r}: give dask:ADDRESS or mpi")
 
-  `columns` overrides inferred encodings, `only` names the columns to write. `shuffle_seed` shuffles all rows, in two passes through `scratch` (a
-  folder, `out` if it is one). `val` is the share of the rows, drawn by the seed, that goes to OUT/val; the others go to OUT/train. More options are
-  those of sources.Options. Raises ConvertError for a row that does not fit, naming file, row, column and value; with `skip_bad` such rows are
-  listed in skipped.jsonl instead."""
+def convert(source:Any, out:Out, *, kind:str|None=None, columns:dict[str, str]|None=None, only:list[str]|None=None, size_limit:int|str="64mb",
+            compression:str|None=None, hashes:list[str]|None=None, shuffle_seed:int|None=None, val:float=0, skip_bad:bool=False, workers:int=1,
+            executor:Executor|str|None=None, exist_ok:bool=False, scratch:str|None=None, verify:bool=False, dry_run:bool=False, quiet:bool=True,
+            **options) -> Summary|None:
+  """Write a source as MDS shards to `out`: a folder, a URL, or (folder, URL). The same call goes on with one that was killed, and the output does not
+  depend on `workers` or `executor` (a concurrent.futures.Executor, "dask:ADDRESS" or "mpi").
+
+  `source` is a path or URL, an iterable of dicts, or "module:function" that gives one; `kind`, told from it, is one of sources.KINDS. `columns`
+  overrides inferred encodings, `only` names the columns to write. `shuffle_seed` shuffles all rows, in two passes through `scratch` (a folder,
+  `out` if it is one). `val` is the share of the rows, drawn by the seed, that goes to OUT/val; the others go to OUT/train. `verify` compares what is
+  in `out`, written before or now, with the source. `dry_run` only estimates. More options are those of sources.Options.
+  Raises ConvertError for a row that does not fit, naming file, row, column and value; with `skip_bad` such rows are listed in skipped.jsonl."""
   start, opt = time.perf_counter(), Options(**options)
-  p = sources.plan(source, kind, opt)
-  chosen = choose(p.columns, columns or {}, only)
-  if not quiet: print("\n".join([f"{redact(source)} ({p.kind}) has", *(f"  {n}: {e}" for n, e in chosen.items()), *(f"  {n}" for n in p.notes)]))
+  if not 0 <= val < 1: raise ConvertError(f"val={val}: give a share of the rows, from 0 to under 1")
+  kind, p = sources.plan(source, kind, opt)
+  chosen, name = choose(p.columns, columns or {}, only), redact(source) if isinstance(source, str) else f"<{type(source).__name__}>"
+  if not quiet: print("\n".join([f"{name} ({kind}) has", *(f"  {n}: {e}" for n, e in chosen.items()), *(f"  {n}" for n in p.notes)]))
   splits = ["train", "val"] if val else sorted({part.split for part in p.parts}, key=lambda s: (s != "train", s))
+  counts = {s: len(p.parts) if val else sum(part.split == s for part in p.parts) for s in splits}
   writer = {"size_limit": size_limit, "compression": compression, "hashes": hashes}
-  record = {"source": redact(source), "kind": p.kind, "columns": chosen, "classes": p.classes, **writer, "shuffle_seed": shuffle_seed, "val": val,
-            "skip_bad": skip_bad, **vars(opt), "parts": len(p.parts), "digest": hashlib.sha1(repr(p.parts).encode()).hexdigest()}
+  def jobs(places:dict[str, list[Out]], writer:dict[str, Any]=writer) -> list[Job]:
+    turn = {s: iter(d) for s, d in places.items()}
+    return [Job(n, part, {s: next(turn[s]) for s in (splits if val else [part.split]) if s in turn}, chosen, writer, skip_bad, shuffle_seed, val,
+                size=part.size) for n, part in enumerate(p.parts)]
+  if dry_run:
+    print(estimate(jobs({}), parse_size(size_limit)))
+    return None
+  record = {"source": name, "kind": kind, "columns": chosen, "classes": p.classes, **writer, "shuffle_seed": shuffle_seed, "val": val,
+            "skip_bad": skip_bad, **vars(opt), "parts": len(p.parts),
+            "digest": hashlib.sha1(repr([replace(part, extra=None) if kind == "rows" else part for part in p.parts]).encode()).hexdigest()}
   if shuffle_seed is not None and not (scratch := scratch or local_of(out)):
     raise ConvertError("a shuffle to a URL needs --scratch, a folder that all workers see")
-  with lock(out):
-    keep, heap = prepare(out, record, splits, exist_ok), os.path.join(scratch or "", ".scatter")
-    if shuffle_seed is not None and not keep: shutil.rmtree(heap, ignore_errors=True)
-    places:dict[str, list[Out]] = {}
-    for s in splits:
-      n = len(p.parts) if val else sum(part.split == s for part in p.parts)
-      places[s] = folders(out, s, n) if shuffle_seed is None else [under(heap, s, f"{i:05}") for i in range(n)]
-    turn = {s: iter(d) for s, d in places.items()}
-    jobs = [Job(n, part, {s: next(turn[s]) for s in (splits if val else [part.split])}, chosen, writer if shuffle_seed is None else {"hashes": []},
-                skip_bad, shuffle_seed, val, size=part.size) for n, part in enumerate(p.parts)]
-    run(jobs, keep, workers, executor, quiet)
-    skipped = b"".join(get(d, "skipped.jsonl") or b"" for job in jobs for d in job.outs.values()) if skip_bad else b""
-    if shuffle_seed is not None:
-      buckets:list[Job] = []
-      for s, heaps in places.items():
-        size = sum(int(index_of(d).raw_size.sum()) for d in heaps)
-        n = max(1, -(-size // BUCKET))
-        places[s] = folders(out, s, n)
-        buckets += [Job(len(buckets) + i, None, {s: d}, chosen, writer, scatter=tuple(heaps), size=size // n,
-                        keys=((i << 64) // n, ((i + 1 << 64) // n) - 1)) for i, d in enumerate(places[s])]
-      run(buckets, keep, workers, executor, quiet)
-    for s, dirs in places.items():
-      if len(dirs) > 1: merge_index(dirs, under(out, s))
-    if skipped: put(out, "skipped.jsonl", skipped)
-    if shuffle_seed is not None: shutil.rmtree(heap)
+  with lock(out), executor_of(executor) as pool:
+    def do(work:Work, jobs:list[Job]) -> int: return run(work, jobs, workers, pool, quiet, keep and work is not check_part)
+    state = prepare(out, record, splits, exist_ok, verify)
+    keep, places = state == "begun", {s: folders(out, s, n) for s, n in counts.items()}
+    if state != "ready":
+      if shuffle_seed is None: do(write_part, first := jobs(places))
+      else:
+        heap = os.path.join(scratch or "", ".scatter")
+        if not keep: shutil.rmtree(heap, ignore_errors=True)
+        do(write_part, first := jobs({s: [under(heap, s, f"{i:05}") for i in range(n)] for s, n in counts.items()}, {"hashes": []}))
+      if skipped := b"".join(get(d, "skipped.jsonl") or b"" for job in first for d in job.outs.values()) if skip_bad else b"":
+        put(out, "skipped.jsonl", skipped)
+      if shuffle_seed is not None: places = write_buckets(out, first, splits, writer, do)
+      for s, dirs in places.items():
+        if len(dirs) > 1: merge_index(dirs, under(out, s))
+      if shuffle_seed is not None: shutil.rmtree(heap)
+    if verify: check(jobs({} if shuffle_seed is not None else places), out, splits, do)
+  return summary(out, splits, start)
+
+def write_buckets(out:Out, scattered:list[Job], splits:list[str], writer:dict[str, Any], do:Callable[[Work, list[Job]], int]) -> dict[str, list[Out]]:
+  """The second pass of a shuffle."""
+  buckets:list[Job] = []
+  places = {}
+  for s in splits:
+    heaps = tuple(str(job.outs[s]) for job in scattered if s in job.outs)
+    size = sum(int(index_of(d).raw_size.sum()) for d in heaps)     # type: ignore
+    places[s] = folders(out, s, n := max(1, -(-size // BUCKET)))
+    buckets += [Job(len(buckets) + i, None, {s: d}, scattered[0].columns, writer, scatter=heaps, size=size // n,
+                    keys=((i << 64) // n, ((i + 1 << 64) // n) - 1)) for i, d in enumerate(places[s])]
+  do(write_bucket, buckets)
+  return places
+
+def check(jobs:list[Job], out:Out, splits:list[str], do:Callable[[Work, list[Job]], int]):
+  """Read the output back against the source."""
+  total = do(check_part, jobs)
+  if jobs[0].outs: return
+  back = [replace(jobs[0], part=part, size=part.size, val=0, skip_bad=False) for s in splits for part in
+          sources.plan(local_of(under(out, s)) or remote_of(under(out, s)), "mds")[1].parts]
+  if do(check_part, [replace(job, number=n) for n, job in enumerate(back)]) != total:
+    raise ConvertError(f"{show(out)} does not have the rows of the source, each as often")
+
+def summary(out:Out, splits:list[str], start:float) -> Summary:
   found = {s: index_of(under(out, s)) for s in splits}
   return Summary(out, {s: int(i.samples.sum()) for s, i in found.items()}, sum(map(len, found.values())),
-                 sum(int(i.raw_size.sum()) for i in found.values()), skipped.count(b"\n"), time.perf_counter() - start)
+                 sum(int(i.raw_size.sum()) for i in found.values()), (get(out, "skipped.jsonl") or b"").count(b"\n"), time.perf_counter() - start)
+
+def estimate(jobs:list[Job], size_limit:int|None) -> str:
+  """Convert for about a second, to nowhere, and tell what all of it would be."""
+  bad, skipped = bad_rows(replace(jobs[0], skip_bad=True))
+  rows, read, widths, names = 0, 0, [], list(jobs[0].columns)
+  with tempfile.TemporaryDirectory(prefix="convert-") as tmp, MDSWriter(out=tmp, columns=jobs[0].columns, exist_ok=True, **jobs[0].writer) as w:
+    begun = time.perf_counter()
+    for job in jobs:
+      done = 0
+      for _, numbers, _, batch, done in route(replace(job, val=0), bad):
+        kept = write_rows(w, numbers, batch, job.columns, bad)
+        widths += [list(map(len, row)) for row in row_bytes(pick(batch, kept[:100]), job.columns)]
+        rows += len(kept)
+        if not (more := time.perf_counter() - begun < 1): break
+      read += done
+      if not more: break
+    seconds = time.perf_counter() - begun
+  scale = 1 if more else sum(job.size for job in jobs) / max(read, 1)
+  each = dict(zip(names, np.mean(widths, 0).tolist())) if widths else {}
+  total, about = sum(each.values()) * rows * scale, "" if more else "about "
+  lines = [f"would write {about}{rows * scale:,.0f} rows, {total:,.0f} bytes, {total / (size_limit or 1 << 32) + 0.5:,.0f} or more shards",
+           *(f"  {n}: {b * rows * scale:,.0f} bytes" for n, b in each.items()), f"in {about}{seconds * scale:,.1f} s with one worker"]
+  if skipped: lines += [f"of the {rows + len(skipped)} rows tried {len(skipped)} do not fit: row {skipped[0]['row']}: {skipped[0]['why']}"]
+  return "\n".join(lines)
 
 # *** command line ***
 
 def parse_args(argv:list[str]|None) -> argparse.Namespace:
-  ap = argparse.ArgumentParser("python -m extra.datasets.streaming.convert", description="Write what you have as MDS shards.")
-  ap.add_argument("source", help=".npz .npy, MNIST idx images (labels beside them), .jsonl, or a folder of class/*.png|jpg")
+  ap = argparse.ArgumentParser("python -m extra.datasets.streaming.convert", description="Write what you have as MDS shards. A command that was "
+                               "killed goes on when it is run again; the output is the same for any number of workers.")
+  ap.add_argument("source", help=".npz .npy .jsonl .csv .tsv (.gz .zst) .parquet .tar (WebDataset) .bin (tokens) files, MNIST idx (the images file, "
+                  "its labels beside it) or CIFAR-10 binary files, text, an MDS dataset; a folder or glob of such; a folder of class/*.png|jpg; "
+                  "their URL; or module:function that gives dicts")
   ap.add_argument("out", help="a new folder, or a URL")
   ap.add_argument("--kind", choices=list(sources.KINDS), help="what the source is (default: told from its name)")
-  ap.add_argument("--columns", help="encodings to use instead of the inferred ones: name=encoding;name=encoding")
-  ap.add_argument("--only", help="columns to write: name,name (default: all)")
+  ap.add_argument("--columns", metavar="NAME=ENCODING,...", help="encodings to use instead of the inferred ones")
+  ap.add_argument("--only", metavar="NAME,...", help="columns to write (default: all)")
   ap.add_argument("--size-limit", default="64mb", help="bytes of a raw shard (default: %(default)s)")
   ap.add_argument("--compression", help="br, bz2, gz, snappy or zstd, with :level if need be")
-  ap.add_argument("--hashes", help="hashes kept in the index: sha1,xxh64 (default: sha1; none for none)")
+  ap.add_argument("--hashes", help="hashes kept in the index: sha1,xxh64,... or none (default: sha1)")
   ap.add_argument("--shuffle-seed", type=int, help="shuffle all rows, by this seed")
   ap.add_argument("--val", type=float, default=0, metavar="SHARE", help="send this share of the rows to OUT/val, the others to OUT/train")
   ap.add_argument("--skip-bad", action="store_true", help="leave out rows that do not fit, list them in OUT/skipped.jsonl, and exit with 3")
-  ap.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes (default: %(default)s)")
+  ap.add_argument("--dry-run", action="store_true", help="only tell what would be written")
+  ap.add_argument("--verify", action="store_true", help="compare OUT, when it is there or has been written, with the source")
   ap.add_argument("--exist-ok", action="store_true", help="replace the dataset in OUT")
+  ap.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes (default: %(default)s)")
+  ap.add_argument("--executor", help="run on a cluster instead: dask:tcp://HOST:PORT, or mpi under mpirun -n K python -m mpi4py.futures -m ...")
   ap.add_argument("--scratch", help="folder for the first pass of a shuffle (default: OUT)")
-  ap.add_argument("--part-size", type=parse_size, default="256mb", help="bytes of the source that one worker takes at a time (default: %(default)s)")
+  ap.add_argument("--part-size", default="256mb", help="bytes of the source that a worker takes at a time (default: %(default)s)")
+  ap.add_argument("--tokenizer", default="bytes", help="of text: bytes, a tokenizers .json, the merges file of a GPT-2 BPE, or module:function")
+  ap.add_argument("--seq-len", type=int, help="tokens in a row (default: a row a document)")
+  ap.add_argument("--end-token", type=int, help="token after each document (default: the tokenizer's own)")
+  ap.add_argument("--tail", choices=("drop", "pad"), default="drop", help="what is done with the last tokens of a part that do not fill a row")
   return ap.parse_args(argv)
 
 def pairs(text:str|None) -> dict[str, str]:
-  """name=encoding, separated by commas; an encoding's own commas (ndarray:uint8:1,8,8) are followed by no name=."""
-  if not text: return {}
-  found = re.split(r",(?=[^,=]+=)", text)
+  """name=encoding, separated by commas; a comma of an encoding (ndarray:uint8:1,8,8) is followed by no name=."""
+  found = re.split(r",(?=[^,=]+=)", text) if text else []
   if bad := [f for f in found if "=" not in f]: raise ConvertError(f"--columns {bad[0]!r}: give name=encoding")
-  return dict(f.split("=", 1) for f in found)
+  return dict(f.split("=", 1) for f in found)    # type: ignore
+
+def report(s:Summary) -> str:
+  where, split = show(s.out), next(iter(s.rows))
+  parts = f" ({', '.join(f'{n} {r:,}' for n, r in s.rows.items())})" if split else ""
+  return f"""{sum(s.rows.values()):,} rows{parts} in {s.shards} shards, {s.bytes:,} bytes, {s.seconds:.1f} s: {where}
+{f"{s.skipped:,} rows did not fit and were left out: {where}/skipped.jsonl{chr(10)}" if s.skipped else ""}
+from extra.datasets.streaming import StreamingDataset, StreamingDataLoader
+ds = StreamingDataset({where!r}{f", split={split!r}" if split else ""}, shuffle=True)
+for batch in StreamingDataLoader(ds, batch_size=256): print({{k: v.shape for k, v in batch.items()}})"""
 
 def main(argv:list[str]|None=None) -> int:
   a = parse_args(argv)
+  args = {k: v for k, v in vars(a).items() if k not in ("source", "out")}
   try:
-    s = convert(a.source, a.out, kind=a.kind, columns=pairs(a.columns), only=a.only.split(",") if a.only else None, size_limit=a.size_limit,
-                compression=a.compression, hashes=None if a.hashes is None else [h for h in a.hashes.split(",") if h != "none"],
-                shuffle_seed=a.shuffle_seed, val=a.val, skip_bad=a.skip_bad, workers=a.workers, exist_ok=a.exist_ok, scratch=a.scratch, quiet=False,
-                part_size=a.part_size)
+    args |= {"columns": pairs(a.columns), "only": a.only.split(",") if a.only else None, "part_size": parse_size(a.part_size),
+             "hashes": None if a.hashes is None else [h for h in a.hashes.split(",") if h != "none"]}
+    s = convert(a.source, a.out, **args, quiet=False)
   except KeyboardInterrupt:
     print("\nstopped; the same command goes on from here", file=sys.stderr)
     return 130
   except (ValueError, TypeError, OSError, RuntimeError, ImportError) as e:
     print(f"convert: {e}", file=sys.stderr)
     return 1
-  where, split = show(s.out), next(iter(s.rows))
-  parts = f" ({', '.join(f'{n} {r:,}' for n, r in s.rows.items())})" if split else ""
-  print(f"{sum(s.rows.values()):,} rows{parts} in {s.shards} shards, {s.bytes:,} bytes, {s.seconds:.1f} s: {where}")
-  if s.skipped: print(f"{s.skipped:,} rows did not fit and were left out: {where}/skipped.jsonl")
-  print(f"""
-from extra.datasets.streaming import StreamingDataset, StreamingDataLoader
-ds = StreamingDataset({where!r}{f", split={split!r}" if split else ""}, shuffle=True)
-for batch in StreamingDataLoader(ds, batch_size=256): print({{k: v.shape for k, v in batch.items()}})""")
+  if s is None: return 0
+  print(report(s))
   return 3 if s.skipped else 0
 
 if __name__ == "__main__":
