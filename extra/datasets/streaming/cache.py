@@ -12,7 +12,7 @@ A cache folder mirrors the names of its remote. Beside them `.streaming/` holds 
 from __future__ import annotations
 import contextlib, errno, fcntl, functools, hashlib, os, re, resource, secrets, shutil, threading, time, zlib
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Iterator
+from typing import Any, Callable, Iterator
 from urllib.parse import quote, unquote
 import numpy as np
 from .format import File, FormatError, Index, Shard, decompress, verify
@@ -294,22 +294,23 @@ class Store:
     self._add(hits=1)
     return True
 
-  def paths(self, shard:int) -> tuple[str, ...]:
-    """The raw files of a shard on this disk, (data,) or (data, meta), fetched and verified when they are not there. Raises RemoteError, FormatError
-    or OSError (disk full) when they cannot be had."""
+  def paths(self, shard:int, use:Callable[[tuple[str, ...]], Any]=lambda paths: paths) -> Any:
+    """The raw files of a shard on this disk, (data,) or (data, meta), fetched and verified when they are not there. `use(paths)`, whose result is
+    given back, may count on them being there. Raises RemoteError, FormatError or OSError (disk full) when they cannot be had."""
     raw, zipped, _ = self.index.files(shard)
     if self.place is not None:
       paths = tuple(os.path.join(self.place, self.prefix, f.name) for f in raw)
-      if all(map(os.path.exists, paths)) or not zipped: return self._in_place(paths)
+      if all(map(os.path.exists, paths)) or not zipped: return use(self._in_place(paths))
     paths = self._local(raw)
-    while not self._good(shard, raw, paths):
+    if self._good(shard, raw, paths):
+      with contextlib.suppress(FileNotFoundError): return use(paths)
+    while True:
       try:
-        with self.folder.lock(f"{self.table}.{shard}"):
+        with self.folder.lock(f"{self.table}.{shard}"):             # which also keeps it from being evicted
           if not self._good(shard, raw, paths): self._have(shard)
-          return paths
+          return use(paths)
       except Busy as e:
         with self.folder.lock(str(e)): pass
-    return paths
 
   def warm(self, shard:int, before:int, stop:threading.Event) -> bool:
     """paths() for a shard that is used in `before` positions: False when there is no room for it yet."""
@@ -387,8 +388,8 @@ class Store:
       if not e.corrupt: raise
       with contextlib.suppress(FileNotFoundError): os.replace(tmp, path + ".corrupt")
       again = f"Store({self.remote.where!r}, {self.root!r}, split={self.prefix.rstrip('/') or None!r}).open({shard})"
-      raise RemoteError(f"{e}; the bad copy is kept as {path}.corrupt; to fetch it again: python -c \"from {__package__}.cache import Store; {again}\"",
-                        e.status, True) from None
+      again = f'python -c "from {__package__}.cache import Store; {again}"'
+      raise RemoteError(f"{e}; the bad copy is kept as {path}.corrupt; to fetch it again: {again}", e.status, True) from None
     self._add(fetched_bytes=file.size)
 
   def bad(self, shard:int, error:Exception) -> None:
@@ -403,15 +404,10 @@ class Store:
     return Shard(paths, index.schemas[index.schema[shard]], int(index.samples[shard]), f"{self.where}: shard {shard}")
 
   def open(self, shard:int) -> Shard:
-    """A shard, mapped. A copy that turns out bad, or goes between its fetch and its mapping, is fetched once more."""
-    error:Exception
-    for _ in range(3):
-      try: return self._map(shard, self.paths(shard))
-      except FileNotFoundError as e:
-        if self.place is not None: raise
-        error = e
-      except FormatError as e: self.bad(shard, error := e)
-    raise error
+    """A shard, mapped. A copy that turns out bad is fetched once more."""
+    try: return self.paths(shard, lambda paths: self._map(shard, paths))
+    except FormatError as e: self.bad(shard, e)
+    return self.paths(shard, lambda paths: self._map(shard, paths))
 
   # some rows of a shard
   def part(self, shard:int, rows:np.ndarray, map=map) -> Shard|None:  # noqa: A002
@@ -428,15 +424,20 @@ class Store:
     except (RemoteError, FormatError, FileNotFoundError): remove(path, path + ".rows")
     return None
 
+  def _range(self, name:str, start:int, stop:int) -> bytes:
+    data = self.remote.read_range(name, start, stop)
+    self._add(fetched_bytes=len(data))
+    return data
+
   def _rows(self, path:str, shard:int, name:str, size:int, n:int, rows:np.ndarray, map) -> bool:  # noqa: A002
     """Bring rows into the sparse file at `path`; under the lock of the part. What is written is synced before it is marked as present."""
     with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+b", buffering=0) as f:
       try: have = np.fromfile(path + ".rows", bool)
       except FileNotFoundError: have = np.zeros(0, bool)
       if len(have) != n:
-        head = self.remote.read_range(name, 0, min(size, 4 * (n + 2) + 1024))
+        head = self._range(name, 0, min(size, 4 * (n + 2) + 1024))
         first = int.from_bytes(head[4:8], "little")
-        if len(head) < first <= size: head += self.remote.read_range(name, len(head), first)
+        if len(head) < first <= size: head += self._range(name, len(head), first)
         have = np.zeros(n, bool)
         f.truncate(0)
         f.truncate(size)
@@ -447,17 +448,16 @@ class Store:
       if len(want):
         f.seek(4)
         off = np.frombuffer(f.read(4 * (n + 1)), "<u4").astype(np.int64)
-        runs, got = [(int(want[a]), int(want[b]) + 1) for a, b in coalesce(off[want], off[want + 1])], 0
+        runs = [(int(want[a]), int(want[b]) + 1) for a, b in coalesce(off[want], off[want + 1])]
         need = self.folder.row(self.table, shard)[0] + sum(int(off[b] - off[a]) for a, b in runs)
         self._add(evicted=self.folder.reserve(self.table, shard, need, self.limit))
-        for (a, b), data in zip(runs, map(lambda r: self.remote.read_range(name, int(off[r[0]]), int(off[r[1]])), runs)):
+        for (a, b), data in zip(runs, map(lambda r: self._range(name, int(off[r[0]]), int(off[r[1]])), runs)):
           f.seek(off[a])
           f.write(data)
-          have[a:b], got = True, got + len(data)
+          have[a:b] = True
         os.fsync(f.fileno())
         have.tofile(path + ".new")
         os.replace(path + ".new", path + ".rows")
-        self._add(fetched_bytes=got)
     return True
 
   def _complete(self, shard:int, file:File, tmp:str) -> bool:
@@ -474,10 +474,9 @@ class Store:
       with open(tmp, "r+b") as f:
         for a, b in runs:
           f.seek(a)
-          f.write(self.remote.read_range(self.prefix + file.name, a, b))
+          f.write(self._range(self.prefix + file.name, a, b))
       verify(tmp, file, self.where, self.validate_hash)
     except (FileNotFoundError, FormatError, RemoteError): return False
-    self._add(fetched_bytes=sum(b - a for a, b in runs))
     return True
 
 def open_shards(wants:list[tuple[Store, int, np.ndarray|None]], threads:int=16) -> list[Shard]:
@@ -499,7 +498,7 @@ class Fetcher:
     self.store = self.shard = self.lo = self.hi = np.zeros(0, np.int64)
     self.positions:list[str] = []
     self.most = max(1, min(threads, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8))
-    self.width, self.active, self.hold, self.rate = max(1, self.most // 2), 0, 0, 0.0
+    self.width, self.active, self.hold, self.base = max(1, self.most // 2), 0, 0, 0.0
     self._window()
     self.threads = [threading.Thread(target=self._run, name=f"streaming-fetch-{i}", daemon=True) for i in range(self.most)]
     for t in self.threads: t.start()
@@ -558,13 +557,15 @@ class Fetcher:
   def _window(self): self.since, self.done, self.moved = time.monotonic(), 0, 0
   def _adapt(self, size:int, pressed:bool):
     self.done, self.moved = self.done + 1, self.moved + size
-    if pressed: self.width, self.hold, self.rate = max(1, self.width // 2), 16, 0.0
+    if pressed: self.width, self.hold, self.base = max(1, self.width // 2), 16, 0.0
     elif self.done < 2 * self.width: return
     else:
       rate = self.moved / max(1e-6, time.monotonic() - self.since)
       if self.hold: self.hold -= 1
-      elif rate > 1.1 * self.rate: self.width, self.rate = min(self.most, 2 * self.width), rate
-      else: self.width, self.hold, self.rate = max(1, self.width // 2), 16, 0.0
+      elif self.base:                                               # the width was doubled: keep it if that gained
+        if rate < 1.1 * self.base: self.width, self.hold = self.width // 2, 16
+        self.base = 0.0
+      elif 2 * self.width <= self.most: self.base, self.width = rate, 2 * self.width
     self._window()
 
   def close(self) -> None:
