@@ -39,11 +39,11 @@ def slow_labels(tree, p):
   seq = {i: [i] * tree.n[p][i] for i in range(tree.streams)}
   for x, (a, b) in enumerate(tree.kids):
     node = tree.streams + x
-    n, left, phase = tree._node(p, node) if tree.n[p][node] else (0, 0, 0)
-    takes_left = [((c + 1) * left + phase) // n > (c * left + phase) // n for c in range(n)]
+    n, left, shift = tree._node(p, node)[2:] if tree.n[p][node] else (0, 0, 0)
+    takes_left = [((c + 1) * left + shift) // n > (c * left + shift) // n for c in range(n)]
     a, b = iter(seq[a]), iter(seq[b])
     seq[node] = [next(a if x else b) for x in takes_left]
-  return [] if tree.root is None else seq[tree.root]
+  return seq[tree.root]
 
 class TestNumbers(unittest.TestCase):
   def test_number(self):

@@ -5,7 +5,7 @@ from fractions import Fraction
 from typing import Any, Iterator, NamedTuple, Sequence
 import numpy as np
 from .partition import interleave, rank_slice
-from .shuffle import Order, default_block, hash64, permute
+from .shuffle import ALGOS, Order, default_block, hash64, permute
 
 ORDER_VERSION = 1
 METHODS = ("random", "stratified", "per_stream", "device_per_stream")
@@ -139,7 +139,7 @@ class Mix:
                epoch_size:int|str|None=None, sampling_method:str="balanced", sampling_granularity:int|str=1, batching_method:str="random",
                unit:int|None=None, on_exhausted:str="repeat"):
     for what, x, known in (("batching_method", batching_method, METHODS), ("sampling_method", sampling_method, ("balanced", "fixed")),
-                           ("on_exhausted", on_exhausted, ("repeat", "stop", "drop"))):
+                           ("on_exhausted", on_exhausted, ("repeat", "stop", "drop")), ("shuffle_algo", algo, ALGOS)):
       if x not in known: raise ValueError(f"{what}={x!r} is not one of {', '.join(known)}")
     self.algo, self.seed, self.block, self.lanes = algo if shuffle else None, seed, block, lanes or 1
     self.method, self.sampling, self.on_exhausted = batching_method, sampling_method, on_exhausted
@@ -357,10 +357,13 @@ class Plan:
     return k
 
 class Tree:
-  """Which stream each unit is of: a Huffman tree over the streams whose node gives its left child floor((c * left + phase) / n) of its first c units,
-  so every stretch holds every stream's share to rounding, and a unit is found without those before it. counts[p][i]: units of stream i in phase p."""
+  """
+  Which stream each unit is of: a Huffman tree over the streams. Of the first c of a node's n units floor((c * left + shift) / n) are its left
+  child's, shift a hash, so that every stretch holds every stream's share to rounding and a unit is found without those before it.
+  counts[p][i]: the units of stream i in phase p.
+  """
   def __init__(self, counts:list[list[int]], key:int):
-    self.streams, self.n, self.kids = len(counts[0]), [list(c) for c in counts], []
+    self.streams, self.n, self.kids, self.key = len(counts[0]), [list(c) for c in counts], [], key
     heap = [(t, i) for i, t in enumerate(map(sum, zip(*counts))) if t]
     heapq.heapify(heap)
     while len(heap) > 1:
@@ -368,52 +371,52 @@ class Tree:
       heapq.heappush(heap, (t + u, self.streams + len(self.kids)))
       self.kids.append((a, b))
       for n in self.n: n.append(n[a] + n[b])
-    self.root, self.key, self.phase = heap[0][1] if heap else None, key, {}
+    self.root, self.shift = heap[0][1] if heap else 0, {}
     self.edge = np.cumsum([0, *map(sum, counts)]).tolist()
     self.before = np.cumsum([[0] * self.streams, *counts], axis=0)   # units of stream i before phase p
 
-  def _node(self, p:int, node:int) -> tuple[int, int, int]:
-    # units of the node, of its left child, and the phase
-    if p not in self.phase: self.phase[p] = hash64(self.key, p, np.arange(len(self.kids))).tolist()
-    n = self.n[p][node]
-    return n, self.n[p][self.kids[node - self.streams][0]], self.phase[p][node - self.streams] % n
+  def _node(self, p:int, node:int) -> tuple[int, int, int, int, int]:
+    """(left child, right child, n, left, shift)"""
+    if p not in self.shift: self.shift[p] = hash64(self.key, p, np.arange(len(self.kids))).tolist()
+    (a, b), n = self.kids[node - self.streams], self.n[p][node]
+    return a, b, n, self.n[p][a], self.shift[p][node - self.streams] % n
 
   def find(self, unit:int) -> tuple[int, int]:
-    """(stream, its how manieth unit) of one unit."""
+    """(stream, number of the stream's units before it) of a unit."""
     p = bisect.bisect_right(self.edge, unit) - 1
     c, node = unit - self.edge[p], self.root
     while node >= self.streams:
-      n, left, phase = self._node(p, node)
-      a = (c * left + phase) // n
-      node, c = (self.kids[node - self.streams][0], a) if ((c + 1) * left + phase) // n > a else (self.kids[node - self.streams][1], c - a)
+      a, b, n, left, shift = self._node(p, node)
+      x = (c * left + shift) // n
+      node, c = (a, x) if ((c + 1) * left + shift) // n > x else (b, c - x)
     return node, int(self.before[p, node]) + c
 
   def window(self, start:int, stop:int) -> Iterator[tuple[int, int, np.ndarray]]:
-    """Units [start, stop) by stream: (stream, the number of its first unit, where in the window its units are), per phase."""
+    """Units [start, stop) by phase and stream: (stream, the stream's units before, where in the window its units are int64[m])."""
     for p in range(bisect.bisect_right(self.edge, start) - 1, len(self.n)):
-      a, b = max(start, self.edge[p]) - self.edge[p], min(stop, self.edge[p+1]) - self.edge[p]
-      todo = [(self.root, a, b, np.arange(a, b) + (self.edge[p] - start))] if a < b else []
+      c0, c1 = max(start, self.edge[p]) - self.edge[p], min(stop, self.edge[p+1]) - self.edge[p]
+      todo = [(self.root, c0, c1, np.arange(c0, c1) + (self.edge[p] - start))] if c0 < c1 else []
       while todo:
-        node, a, b, at = todo.pop()
+        node, c0, c1, at = todo.pop()
         if node < self.streams:
-          yield node, int(self.before[p, node]) + a, at
+          yield node, int(self.before[p, node]) + c0, at
           continue
-        n, left, phase = self._node(p, node)
-        (x, rest), y = divmod(a * left + phase, n), (b * left + phase) // n
-        # the j-th of the left child's units in here is the first c with floor((rest + (c + 1) * left) / n) > j
-        c = (np.arange(1, y - x + 1) * n - (rest + 1)) // max(1, left)
-        other = np.ones(b - a, bool)
-        other[c] = False
-        if y > x: todo.append((self.kids[node - self.streams][0], x, y, at[c]))
-        if b - a > y - x: todo.append((self.kids[node - self.streams][1], a - x, b - y, at[other]))
+        a, b, n, left, shift = self._node(p, node)
+        (x0, rest), x1 = divmod(c0 * left + shift, n), (c1 * left + shift) // n
+        # the left child's unit x0 + j is the first c0 + c with floor((rest + (c + 1) * left) / n) > j
+        c = (np.arange(1, x1 - x0 + 1) * n - (rest + 1)) // max(1, left)
+        right = np.ones(c1 - c0, bool)
+        right[c] = False
+        if x0 < x1: todo.append((a, x0, x1, at[c]))
+        if x1 - x0 < c1 - c0: todo.append((b, c0 - x0, c1 - x1, at[right]))
 
   def spread(self) -> np.ndarray:
-    """float64[P, S]: the share of the phase by which unit j of m of a stream in the phase may be before j / m or after (j + 1) / m: the sum of
-    1 / n over the nodes above it."""
-    n = np.array(self.n, np.float64)
+    """float64[P, S]: how far, as a share of the phase, unit j of a stream's m in the phase may be before j / m or after (j + 1) / m: the sum of
+    1 / n over the nodes above."""
+    n = np.maximum(1, np.array(self.n, np.float64))
     out = np.zeros(n.shape)
-    for x in range(len(self.kids) - 1, -1, -1):
-      for kid in self.kids[x]: out[:, kid] = out[:, self.streams + x] + 1 / np.maximum(1, n[:, self.streams + x])
+    for node in range(self.streams + len(self.kids) - 1, self.streams - 1, -1):
+      for kid in self.kids[node - self.streams]: out[:, kid] = out[:, node] + 1 / n[:, node]
     return out[:, :self.streams]
 
 class Blend:
@@ -439,25 +442,28 @@ class Blend:
       order.cell = min(order.cell, max(1 << 10, (1 << 22) // (len(self.counts) * order.lanes)))   # every lane of every stream keeps one
     return self.plans[i]
 
+  def _chunk(self, c:int) -> tuple[np.ndarray, ...]:
+    """(stream, index in the stream, lane, id or -1 for not yet) of the positions of a chunk."""
+    if c not in self.chunks:
+      start, stop, K = c * self.step, min((c + 1) * self.step, self.length), self.unit
+      which, index = np.empty(stop - start, np.min_scalar_type(len(self.counts))), np.empty(stop - start, np.int64)
+      for i, u, at in self.tree.window(min(start, self.full) // K, min(stop, self.full) // K):
+        if K > 1: at = (at[:, None] * K + np.arange(K)).ravel()
+        which[at], index[at] = i, np.arange(u * K, u * K + len(at))
+      if stop > self.full:
+        rest = np.arange(max(start, self.full), stop)
+        i = np.searchsorted(self.tail, rest, "right") - 1
+        which[rest - start], index[rest - start] = i, rest - self.tail[i] + np.array(self.whole)[i]
+      lane = interleave(index, self.mix.lanes, self.lane_unit)[0] if self.mix.lanes > 1 else np.zeros(len(index), np.int64)
+      self.chunks = {**{k: self.chunks[k] for k in list(self.chunks)[-3:]}, c: (which, index, lane, np.full(stop - start, -1))}
+    return self.chunks[c]
+
   def _rows(self, pos:np.ndarray) -> Iterator[tuple[Any, np.ndarray, tuple[np.ndarray, ...]]]:
-    """By chunks of positions: (which of pos are in it, where in it, the chunk: stream, index in the stream, lane and id (-1: not yet) of each)."""
+    """By chunks: (which of pos are in the chunk, where in it, the chunk)."""
     chunk = pos // self.step
-    one = len(pos) > 0 and chunk.min() == chunk.max()
-    for c in chunk[:1].tolist() if one else np.unique(chunk).tolist():
-      if c not in self.chunks:
-        start, stop, K = c * self.step, min((c + 1) * self.step, self.length), self.unit
-        which, index = np.empty(stop - start, np.min_scalar_type(len(self.counts))), np.empty(stop - start, np.int64)
-        for i, u, at in self.tree.window(min(start, self.full) // K, min(stop, self.full) // K):
-          if K > 1: at = (at[:, None] * K + np.arange(K)).ravel()
-          which[at], index[at] = i, np.arange(u * K, u * K + len(at))
-        if stop > self.full:
-          rest = np.arange(max(start, self.full), stop)
-          i = np.searchsorted(self.tail, rest, "right") - 1
-          which[rest - start], index[rest - start] = i, rest - self.tail[i] + np.array(self.whole)[i]
-        lane = interleave(index, self.mix.lanes, self.lane_unit)[0] if self.mix.lanes > 1 else np.zeros(len(index), np.int64)
-        self.chunks = {**{k: self.chunks[k] for k in list(self.chunks)[-3:]}, c: (which, index, lane, np.full(stop - start, -1))}
-      here = slice(None) if one else chunk == c
-      yield here, pos[here] - c * self.step, self.chunks[c]
+    if len(pos) and chunk.min() == chunk.max(): yield slice(None), pos - chunk * self.step, self._chunk(int(chunk[0]))
+    else:
+      for c in np.unique(chunk).tolist(): yield (here := chunk == c), pos[here] - c * self.step, self._chunk(c)
 
   def ids(self, pos:np.ndarray) -> np.ndarray:
     if len(pos) > self.step: return np.concatenate([self.ids(p) for p in np.split(pos, range(self.step, len(pos), self.step))])
@@ -466,7 +472,7 @@ class Blend:
       return self.stream(i).ids(np.array([u * self.unit + int(pos[0]) % self.unit]))
     out = np.empty(len(pos), np.int64)
     for here, at, (which, index, lane, ids) in self._rows(pos):
-      if len(new := at[ids[at] < 0]):   # the lanes of these for the whole chunk: a rank has few lanes and needs more of them soon
+      if len(new := at[ids[at] < 0]):   # these lanes' for the whole chunk: a rank has few lanes and goes on with them
         wanted = np.zeros(self.mix.lanes, bool)
         wanted[lane[new]] = True
         todo = np.flatnonzero(wanted[lane] & (ids < 0))
