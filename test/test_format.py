@@ -1,7 +1,7 @@
 import decimal, functools, gc, gzip, hashlib, json, math, os, pickle, random, signal, struct, subprocess, sys, tempfile, unittest
 from unittest import mock
 import numpy as np
-from hypothesis import assume, given, settings, strategies as st
+from hypothesis import assume, example, given, settings, strategies as st
 from extra.datasets.streaming import format as fmt
 from extra.datasets.streaming.format import FormatError, Index, JSONWriter, MDSWriter, Schema, Shard, XSVWriter, encoding, merge_index
 from helpers import TempDirTestCase
@@ -152,6 +152,8 @@ class TestEncodings(unittest.TestCase):
       self.check("ndarray", x, slow_array("ndarray", x))
 
   @given(st.floats(width=32))
+  @example(float(np.finfo(np.float32).max))
+  @example(3.3895313892515355e38)
   def test_bfloat16(self, v):
     # the nearest of the two neighbours that bfloat16 has, the one with an even last bit when v is halfway
     bits = struct.unpack("<I", struct.pack("<f", v))[0]
@@ -205,7 +207,9 @@ class TestEncodings(unittest.TestCase):
          ("uint8", 1.0, TypeError, "1.0"),
          ("uint8", "1", TypeError, "'1'"), ("uint8", None, TypeError, "None"), ("int", 1 << 63, ValueError, str(1 << 63)),
          ("int", 1.5, TypeError, "1.5"),
-         ("float32", 1e39, ValueError, "1e.39"), ("float16", 65520.0, ValueError, "65520"), ("float32", "x", TypeError, "'x'"),
+         ("float32", 1e39, ValueError, "1e.39"), ("float16", 65520.0, ValueError, "65520"), ("float16", 70000, ValueError, "70000"),
+         ("bfloat16", 1e39, ValueError, "bfloat16"),
+         ("ndarray:float16", np.array([70000]), ValueError, "70000"), ("bfloat16", "x", TypeError, "'x'"), ("float32", "x", TypeError, "'x'"),
          ("uint64", 1 << 64, ValueError, "out of"),
          ("bool", 2, ValueError, "2"), ("bool", "x", TypeError, "'x'"), ("int", np.arange(2), TypeError, "array"), ("str", b"x"[0], TypeError, "120"),
          ("str", "\ud800", ValueError, "surrogate"), ("bytes", "x", TypeError, "'x'"), ("str_int", True, TypeError, "True"),
@@ -305,15 +309,15 @@ class TestHashesAndCodecs(TempDirTestCase):
     path = write(self.path("x"), data := bytes(range(256)) * 9000)
     for algo in fmt.HASHES:
       want = (getattr(xxhash, algo) if algo.startswith("xxh") else getattr(hashlib, algo))(data).hexdigest()
-      self.assertEqual((fmt.digest(algo, data), fmt.digest(algo, path)), (want, want))
-    with self.assertRaisesRegex(ValueError, "unknown hash 'crc32'"): fmt.digest("crc32", b"")
-    with mock.patch.dict(sys.modules, {"xxhash": None}), self.assertRaisesRegex(ImportError, r"\[hash\]"): fmt.digest("xxh64", b"")
+      self.assertEqual(fmt.digests([algo, "md5"], path), {algo: want, "md5": hashlib.md5(data).hexdigest()})
+    with self.assertRaisesRegex(ValueError, "unknown hash 'crc32'"): fmt.digests(["crc32"], path)
+    with mock.patch.dict(sys.modules, {"xxhash": None}), self.assertRaisesRegex(ImportError, r"\[hash\]"): fmt.digests(["xxh64"], path)
 
   def test_verify(self):
     path = write(self.path("x"), b"abc")
-    fmt.verify(path, fmt.File("x", 3, {"sha1": fmt.digest("sha1", b"abc"), "md5": fmt.digest("md5", b"abc")}), "here")
+    fmt.verify(path, fmt.File("x", 3, fmt.digests(["sha1", "md5"], path)), "here")
     with self.assertRaisesRegex(FormatError, "here: x has 3 bytes, its index says 4"): fmt.verify(path, fmt.File("x", 4, {}), "here")
-    bad = fmt.File("x", 3, {"sha1": fmt.digest("sha1", b"abc"), "md5": "00"})
+    bad = fmt.File("x", 3, fmt.digests(["sha1"], path) | {"md5": "00"})
     with self.assertRaisesRegex(FormatError, "here: x has md5"): fmt.verify(path, bad, "here")
     fmt.verify(path, bad, "here", hashes=False)
 

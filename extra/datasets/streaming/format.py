@@ -38,12 +38,6 @@ def digests(algos, path:str) -> dict[str, str]:
       for h in hs.values(): h.update(block)
   return {algo: h.hexdigest() for algo, h in hs.items()}
 
-def digest(algo:str, data) -> str:
-  """Hash bytes, or the file at a path, to lower-case hex."""
-  if isinstance(data, (str, os.PathLike)): return digests([algo], os.fspath(data))[algo]
-  (h := hasher(algo)).update(data)
-  return h.hexdigest()
-
 def verify(path:str, file:"File", where:str, hashes:bool=True):
   """Check the size of a file, and with `hashes` each hash the index has for it. Raises FormatError."""
   if (size := os.stat(path).st_size) != file.size: raise FormatError(f"{where}: {file.name} has {size} bytes, its index says {file.size}")
@@ -74,8 +68,8 @@ def compress(compression:str, data) -> bytes:
   if code == "snappy": return cramjam.snappy.compress_raw(data)
   return {"br": cramjam.brotli, "zstd": cramjam.zstd}[code].compress(data, level)
 
-def decompress(compression:str, data, size:int, where:str):
-  """Decompress to exactly `size` bytes, never more whatever the data says. Raises FormatError."""
+def decompress(compression:str, data, size:int, where:str, exact:bool=True):
+  """Decompress to `size` bytes, or to `size` at most if not `exact`: never more, whatever the data says. Returns a buffer. Raises FormatError."""
   code, _ = codec(compression)
   make: Callable|None = {"gz": lambda: zlib.decompressobj(31), "bz2": bz2.BZ2Decompressor}.get(code)
   if code == "zstd" and (std := _std_zstd()): make = std.ZstdDecompressor
@@ -87,24 +81,25 @@ def decompress(compression:str, data, size:int, where:str):
         out += (d := make()).decompress(rest, size + 1 - len(out))
         rest = d.unused_data
       if d is None or not d.eof: raise ValueError("it is cut, or holds more")
-      n = len(out)
     else:
-      out = bytearray(size)
       into = cramjam.snappy.decompress_raw_into if code == "snappy" else {"br": cramjam.brotli, "zstd": cramjam.zstd}[code].decompress_into
-      n = into(data, out)
+      out = (space := np.empty(size, np.uint8))[:into(data, space)].data
   except Exception as e: raise FormatError(f"{where}: not {code} data of {size} bytes ({e})") from e
-  if n != size: raise FormatError(f"{where}: {code} data gives {n} bytes, its index says {size}")
+  if exact and len(out) != size: raise FormatError(f"{where}: {code} data gives {len(out)} bytes, its index says {size}")
   return out
 
 # *** encodings ***
 
 DTYPES = {"uint8": 8, "int8": 9, "uint16": 16, "int16": 17, "float16": 18, "uint32": 32, "int32": 33, "float32": 34, "uint64": 64, "int64": 65,
           "float64": 66}
-_SCALARS = dict(zip((*DTYPES, "bool", "bfloat16"), "BbHhe" "IifQqd" "?H"))
+_SCALARS = dict(zip((*DTYPES, "bool", "bfloat16"), "BbHheIifQqd?H"))
+_INT, _FLOAT = (int, np.integer), (float, np.floating)
+_TEXT = {"str": (str, str), "int": (_INT, int), "float": (_FLOAT, float), "str_int": (_INT, int), "str_float": (_FLOAT, float),
+         "str_decimal": (decimal.Decimal, decimal.Decimal)}  # what values stored as text may be, and what makes them of it
 
 class Encoding:
-  """How the values of one column become bytes. `size` is None where it varies; `dtype` and `shape` are those of a numeric column or None;
-  `bfloat16` marks a uint16 dtype that holds bfloat16 bits."""
+  """How the values of one column become bytes. `size` is None where it varies; `dtype` and `shape` are those of a numeric column or None; `bfloat16`
+  marks a uint16 dtype that holds bfloat16 bits, `slow` what takes long to encode."""
   def __init__(self, name:str, encode:Callable[[Any], bytes], decode:Callable[[Any], Any], size:int|None=None, dtype=None,
                shape:tuple[int, ...]|None=None, bfloat16:bool=False, slow:bool=False):
     self.name, self.encode, self.decode, self.size, self.shape, self.bfloat16, self.slow = name, encode, decode, size, shape, bfloat16, slow
@@ -112,27 +107,26 @@ class Encoding:
   def __repr__(self): return f"Encoding({self.name!r})"
 
 def cast(value, dtype:np.dtype, bfloat16:bool=False) -> np.ndarray:
-  """An array of `dtype` with the same values: integers must be in range, floats may lose digits but not become infinite.
-  For bfloat16, floats are rounded to nearest even and uint16 is taken as the bits. Raises TypeError or ValueError naming the value."""
+  """An array of `dtype` with the same values: integers must be in range, floats may lose digits but not become infinite. For bfloat16, numbers are
+  rounded to nearest even and uint16 arrays are taken as the bits. Raises TypeError or ValueError naming the value."""
   x = np.asarray(value)
   if x.dtype == dtype: return x
+  if bfloat16 and x.dtype.name == "bfloat16": return x.view(np.uint16)
+  to = np.dtype(np.float32) if bfloat16 else dtype
+  if x.dtype.kind == "O" and isinstance(value, int): raise ValueError(f"{value} is out of range for {to.name}")
+  if x.dtype.kind not in "biuf" or (x.dtype.kind == "f" and to.kind != "f"):
+    raise TypeError(f"{'values' if x.ndim else repr(value)} of type {x.dtype if x.ndim else type(value).__name__} in a column of {to.name}")
+  if to.kind != "f":
+    low, high = (0, 1) if to.kind == "b" else (np.iinfo(to).min, np.iinfo(to).max)
+    if x.dtype.kind == "b" or not x.size or (int(x.min()) >= low and int(x.max()) <= high): return x.astype(to)
+    raise ValueError(f"{x[(x < low) | (x > high)].flat[0]} is out of range for {to.name}")
+  with np.errstate(over="ignore"): y = x.astype(to)
+  finite = ~np.isinf(y)
   if bfloat16:
-    if x.dtype.name == "bfloat16": return x.view(np.uint16)
-    bits = cast(x, np.dtype("<f4")).view(np.uint32) if x.ndim else cast(x[None], np.dtype("<f4")).view(np.uint32)[0]
-    x32 = np.where((bits & 0x7fffffff) > 0x7f800000, bits >> 16 | 64, (bits + (0x7fff + (bits >> 16 & 1))) >> 16)  # NaN stays NaN
-    return x32.astype(np.uint16)
-  if x.dtype.kind == "O" and isinstance(value, int): raise ValueError(f"{value} is out of range for {dtype.name}")
-  if x.dtype.kind not in "biuf" or (x.dtype.kind == "f" and dtype.kind != "f"):
-    raise TypeError(f"{'values' if x.ndim else repr(value)} of type {x.dtype if x.ndim else type(value).__name__} in a column of {dtype.name}")
-  if x.dtype.kind == dtype.kind == "f":
-    with np.errstate(over="ignore"): y = x.astype(dtype)
-    bad = np.isinf(y) & ~np.isinf(x)
-  elif dtype.kind == "f": return x.astype(dtype)
-  else:
-    low, high = (0, 1) if dtype.kind == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
-    if x.dtype.kind == "b" or x.size == 0 or (int(x.min()) >= low and int(x.max()) <= high): return x.astype(dtype)
-    bad, y = (x < low) | (x > high), x
-  if bad.any(): raise ValueError(f"{x[bad].flat[0]} is out of range for {dtype.name}")
+    bits = np.atleast_1d(y).view(np.uint32).reshape(y.shape)
+    y = np.where(np.isnan(y), bits >> 16 | 64, (bits + (0x7fff + (bits >> 16 & 1))) >> 16).astype(np.uint16)
+    finite = y & 0x7fff != 0x7f80
+  if (bad := ~finite & ~np.isinf(x)).any(): raise ValueError(f"{x[bad].flat[0]} is out of range for {'bfloat16' if bfloat16 else to.name}")
   return y
 
 def _le(dtype:str) -> np.dtype: return np.dtype("uint16" if dtype == "bfloat16" else dtype).newbyteorder("<")
@@ -169,37 +163,33 @@ def _array(name:str, dtype:str|None, shape:tuple[int, ...]|None) -> Encoding:
       head += bytes([x.ndim << 2 | width]) + np.array(x.shape, f"<u{1 << width}").tobytes()
     return head + x.tobytes()
   def decode(b):
-    at, dt = 0, fixed
-    if dt is None:
-      if not len(b) or b[0] not in by_code: raise ValueError(f"unknown dtype byte {b[0] if len(b) else 'missing'}")
-      dt, at = by_code[b[0]], 1
-    dims = shape
-    if dims is None:
-      if len(b) <= at: raise ValueError("array header is cut")
-      ndim, width = b[at] >> 2, 1 << (b[at] & 3)
-      if len(b) < at + 1 + ndim * width: raise ValueError("array header is cut")
-      dims = tuple(np.frombuffer(b, f"<u{width}", ndim, at + 1).tolist())
-      at += 1 + ndim * width
+    at, dt, dims = 0, fixed, shape
+    try:
+      if dt is None: dt, at = by_code[b[0]], 1
+      if dims is None:
+        ndim, width = b[at] >> 2, 1 << (b[at] & 3)
+        dims, at = tuple(np.frombuffer(b, f"<u{width}", ndim, at + 1).tolist()) if ndim else (), at + 1 + ndim * width
+    except (IndexError, KeyError, ValueError): raise ValueError("its array header is cut or has an unknown dtype") from None
     if math.prod(dims) * dt.itemsize != len(b) - at: raise ValueError(f"array of {dims} {dt.name} in {len(b) - at} bytes")
     return np.frombuffer(b, dt, offset=at).reshape(dims) if len(b) > at else np.empty(dims, dt)
   size = None if shape is None else math.prod(shape) * fixed.itemsize
   return Encoding(name, encode, decode, size, fixed if shape is not None else None, shape, bf16)
 
-def _plain(want:type|tuple, to_text:Callable[[Any], str], of_text:Callable[[str], Any], name:str) -> Encoding:
-  def encode(v):
-    if not isinstance(v, want) or isinstance(v, (bool, np.bool_)): raise TypeError(f"{v!r:.80} of type {type(v).__name__} in a column of {name}")
-    return to_text(v).encode()
-  return Encoding(name, encode, lambda b: of_text(str(b, "utf-8")))
+def typed(v, name:str):
+  """A value of a column whose values are stored as text, as what it is read back as. Raises TypeError."""
+  want, of = _TEXT[name]
+  if not isinstance(v, want) or isinstance(v, bool): raise TypeError(f"{v!r:.80} of type {type(v).__name__} in a column of {name}")
+  return of(v)
 
 def _to_bytes(v) -> bytes:
   if not isinstance(v, (bytes, bytearray, memoryview)): raise TypeError(f"{v!r:.80} of type {type(v).__name__} in a column of bytes")
   return bytes(v)
 
-def _numpy_to_json(v):
-  if isinstance(v, (np.ndarray, np.generic)): return v.tolist()
-  raise TypeError(f"{type(v).__name__} cannot be written as JSON")
-
-def to_json(v) -> str: return json.dumps(v, default=_numpy_to_json, allow_nan=False)
+def _to_json(v) -> bytes:
+  def other(x):
+    if isinstance(x, (np.ndarray, np.generic)): return x.tolist()
+    raise TypeError(f"{type(x).__name__} cannot be written as JSON")
+  return json.dumps(v, default=other, allow_nan=False).encode()
 
 def _pil(): return need("PIL.Image", "images", "Pillow").Image
 
@@ -251,15 +241,11 @@ def encoding(name:str, decode:bool=True, allow_unsafe_types:bool=False) -> Encod
   """The encoding of this name; `decode=False` gives images as bytes. `float` is only for text shards. Raises ValueError for an unknown name, and for
   `pkl` without `allow_unsafe_types`."""
   if name in _SCALARS or name == "int": return _scalar(name, "int64" if name == "int" else name)
+  if name in _TEXT:
+    of, (dtype, shape) = _TEXT[name][1], ("f8", ()) if name == "float" else (None, None)
+    return Encoding(name, lambda v: str(typed(v, name)).encode(), lambda b: of(str(b, "utf-8")), None, dtype, shape)
   if name == "bytes": return Encoding(name, _to_bytes, bytes)
-  if name == "str": return _plain(str, str, str, name)
-  if name == "float":
-    e = _plain((float, np.floating), lambda v: str(float(v)), float, name)
-    return Encoding(name, e.encode, e.decode, None, "f8", ())
-  if name == "str_int": return _plain((int, np.integer), str, int, name)
-  if name == "str_float": return _plain((float, np.floating), lambda v: str(float(v)), float, name)
-  if name == "str_decimal": return _plain(decimal.Decimal, str, decimal.Decimal, name)
-  if name == "json": return Encoding(name, lambda v: to_json(v).encode(), lambda b: json.loads(str(b, "utf-8")))
+  if name == "json": return Encoding(name, _to_json, lambda b: json.loads(str(b, "utf-8")))
   if name == "pkl":
     if not allow_unsafe_types: raise ValueError("columns of pkl can run any code when read: allow_unsafe_types=True allows them")
     return Encoding(name, pickle.dumps, pickle.loads)
@@ -269,11 +255,10 @@ def encoding(name:str, decode:bool=True, allow_unsafe_types:bool=False) -> Encod
       e = _array(name, m[1], None if m[2] is None else tuple(map(int, m[2].split(","))))
       if (e.size or 0) < 1 << 32: return e
   if name == "pil": return Encoding(name, _encode_pil, _decode_pil if decode else bytes, slow=True)
-  if name in ("jpeg", "png"):
-    return Encoding(name, lambda v: _save_image(v, name.upper()), _open if decode else bytes, slow=True)
+  if name in ("jpeg", "png"): return Encoding(name, lambda v: _save_image(v, name.upper()), _open if decode else bytes, slow=True)
   if name in ("jpeg_array", "jpegarray"):
-    one = encoding("jpeg", decode)
-    return Encoding(name, lambda v: _pack_list([_to_bytes(x) for x in v], b""), lambda b: [one.decode(x) for x in _unpack_list(b, 0)])
+    one = _open if decode else bytes
+    return Encoding(name, lambda v: _pack_list([_to_bytes(x) for x in v], b""), lambda b: [one(x) for x in _unpack_list(b, 0)])
   if name in ("list[pil]", "list[jpeg]", "list[png]"):
     each = encoding(name[5:-1], decode)
     return Encoding(name, lambda v: _pack_list([x if type(x) is bytes else each.encode(x) for x in v], bytes(4)),
@@ -389,17 +374,6 @@ def _walk(data:bytes) -> Iterable[tuple[str, Any, int, int]]:
     if expect(",}") == "}": break
   if at < len(text) or base + len(text) < len(data): raise FormatError(f"something after its end, at byte {base + at}")
 
-def _inflate_index(data:bytes, where:str) -> bytes:
-  if data[:2] == b"\x1f\x8b": code, size = "gz", int.from_bytes(data[-4:], "little")
-  elif data[:4] == b"\x28\xb5\x2f\xfd":  # the content size in the header of a zstd frame, RFC 8878 3.1.1.1
-    flag, single, ids = data[4] >> 6, data[4] >> 5 & 1, (0, 1, 2, 4)[data[4] & 3]
-    at, n = 6 - single + ids, (single, 2, 4, 8)[flag]
-    if not n: raise FormatError("a zstd index must tell its size: compress it as a file, not through a pipe")
-    code, size = "zstd", int.from_bytes(data[at:at + n], "little") + (256 if n == 2 else 0)
-  else: return data
-  if size > 1 << 30: raise FormatError(f"an index of {size} bytes")
-  return bytes(decompress(code, data, size, where))
-
 class Index:
   """The shards of a dataset, as columns: `samples`, `schema` (number into `schemas`), `raw_size` and `zip_size` in bytes (0 where none).
   Names and hashes are read from the kept text, `data`, when asked for."""
@@ -413,7 +387,8 @@ class Index:
     """Read the bytes of an index.json, which may be gzip or zstd. Raises FormatError naming the entry."""
     rows, schemas, number, known, version, at = array("q"), {}, 0, None, None, "index"
     try:
-      data = _inflate_index(data, where)
+      code = {b"\x1f\x8b": "gz", b"\x28\xb5": "zstd"}.get(data[:2])
+      if code is not None: data = bytes(decompress(code, data, 1 << 30, "index", exact=False))
       if not data.isascii(): data = json.dumps(json.loads(data.decode(), parse_constant=_no_constant)).encode()
       for key, e, start, stop in _walk(data):
         if key == "version": version = e
@@ -554,18 +529,11 @@ class Shard:
     return start, stop if size is None else start + size
 
   def values(self, rows:np.ndarray, column:str, decode:bool=True, allow_unsafe_types:bool=False) -> list:
-    """The column's decoded values in these rows, int64[n]. Raises FormatError naming the row."""
-    if self.schema.format in TEXT: return [self.sample(r, (column,))[column] for r in rows.tolist()]
-    dec, buf, out = encoding(self.schema.encodings[self._column(column)], decode, allow_unsafe_types).decode, self._buffer, []
-    cuts = zip(*(x.tolist() for x in self.spans(rows, column)))
-    if dec is bytes: return [buf[a:b].tobytes() for a, b in cuts]
-    try:
-      for a, b in cuts: out.append(dec(buf[a:b]))
-    except (ImportError, MemoryError): raise
-    except Exception as e: raise self._bad(rows[len(out)], column, e) from e
-    return out
+    """The column's decoded values in these rows, int64[n]."""
+    return [self.sample(r, (column,), decode, allow_unsafe_types)[column] for r in rows.tolist()]
 
-  def _bad(self, row:int, column:str, e:Exception) -> FormatError: return FormatError(f"{self.where}: row {row}: column {column!r}: {e}")
+  def _bad(self, row:int, column:str, e:Exception) -> FormatError:
+    return FormatError(f"{self.where}: row {row}: " + (f"column {column!r}: " if column else "") + str(e))
 
   def _plan(self, columns:tuple[str, ...]|None, decode:bool, allow_unsafe_types:bool) -> list:
     """How to read a row: (name, getter of the row) for rows of constant stride, else (name, size, decode or None if not asked for) of all columns."""
@@ -599,17 +567,15 @@ class Shard:
     return out
 
   def _text(self, line:bytes, row:int, plan:list) -> dict[str, Any]:
-    schema, name, kinds, out = self.schema, "", {"str": str, "int": int, "float": float}, {}
+    name, out, schema = "", {}, self.schema
     try:
       if not (text := line.decode()).endswith(schema.newline): raise ValueError("the row does not end in the newline of its header")
-      text = text[:-len(schema.newline)]
-      cells = json.loads(text) if schema.format == "json" else text.split(schema.separator)
-      if schema.format != "json":
-        if len(cells) != len(plan): raise ValueError(f"{len(cells)} values for {len(plan)} columns")
-        cells = dict(zip(schema.names, cells))
+      text, is_json = text[:-len(schema.newline)], schema.format == "json"
+      cells = json.loads(text) if is_json else dict(zip(schema.names, found := text.split(schema.separator)))
+      if not is_json and len(found) != len(plan): raise ValueError(f"{len(found)} values for {len(plan)} columns")
       for (name, _, dec), enc in zip(plan, schema.encodings):
-        v = cells[name] if schema.format == "json" else kinds[enc](cells[name])
-        if type(v) is not kinds[enc]: raise TypeError(f"{v!r:.80} is not {enc}")
+        v = cells[name] if is_json else _TEXT[enc][1](cells[name])
+        if type(v) is not _TEXT[enc][1]: raise TypeError(f"{v!r:.80} is not {enc}")
         if dec is not None: out[name] = v
       return out
     except KeyError: raise FormatError(f"{self.where}: row {row}: column {name!r} is missing") from None
@@ -619,8 +585,7 @@ class Shard:
 
 BLOCK = 1 << 24  # rows gather in blocks of memory of this size: large ones, for huge pages
 SPILL = 1 << 26  # bytes of a shard that wait in memory before they go to an unnamed file
-_SHARD = re.compile(r"shard\.(\d{5,})\.(?:mds|json|csv|tsv|xsv)(?:\.meta)?(?:\.(?:br|bz2|gz|snappy|zstd))?")
-_INT, _FLOAT = (int, np.integer), (float, np.floating)
+SHARD_NAME = re.compile(r"(?P<stem>shard\.(?P<number>\d{5,})\.(?:mds|json|csv|tsv|xsv))(?:\.meta)?(?:\.(?:br|bz2|gz|snappy|zstd))?")
 
 def parse_size(size:int|str|None) -> int|None:
   """Bytes of 1000, "100kb", "64mb" or "1.5gb" (units of 1024); None is no limit. Raises ValueError."""
@@ -678,7 +643,7 @@ class _Writer:
     if (there or far) and not (exist_ok or append):
       raise FileExistsError(f"{self.local if there else self.remote.where} is not empty, it has {there[0] if there else far}: exist_ok=True replaces "
                             "the dataset there, append=True adds to it")
-    numbers = [int(m[1]) for n in there if (m := _SHARD.fullmatch(n))]
+    numbers = [int(m["number"]) for n in there if (m := SHARD_NAME.fullmatch(n))]
     if append and (index or far):
       from .remote import Remote
       place = Remote(self.local) if index else self.remote
@@ -686,13 +651,13 @@ class _Writer:
       if len(old) and (have := old.columns()) != (mine := dict(zip(self._schema.names, self._schema.encodings))):
         raise ValueError(f"{place.where} has the columns {have}, not {mine}")
       self._old = [old.entry(i) for i in range(len(old))]
-      numbers += [int(m[1]) for e in self._old if (m := _SHARD.fullmatch(e["raw_data"]["basename"]))]
+      numbers += [int(m["number"]) for e in self._old if (m := SHARD_NAME.fullmatch(e["raw_data"]["basename"]))]
     if exist_ok and far: self.remote.delete(far)
     if self.local is None: self.local = self._scratch = tempfile.mkdtemp(prefix="streaming-")
     os.makedirs(self.local, exist_ok=True)
     if exist_ok:
       for n in sorted(there, key=lambda n: n not in INDEXES):  # the index first: what it lists is whole while it is there
-        if n in INDEXES or _SHARD.fullmatch(n): os.remove(os.path.join(self.local, n))
+        if n in INDEXES or SHARD_NAME.fullmatch(n): os.remove(os.path.join(self.local, n))
     return max(numbers, default=-1) + 1 if append else 0
 
   # a shard in the making: the sizes of its rows, and their bytes in an unnamed file (if they are many), in pieces of blocks, and in block[from:used]
@@ -887,11 +852,6 @@ class MDSWriter(_Writer):
       self._sizes.extend(array("I", [self._stride]) * n)
       self._used, self._bytes, self.rows, at = self._used + n * self._stride, self._bytes + n * size, self.rows + n, at + n
 
-def _text_value(v, kind:str):
-  if not isinstance(v, {"str": str, "int": _INT, "float": _FLOAT}[kind]) or isinstance(v, bool):
-    raise TypeError(f"{v!r:.80} of type {type(v).__name__} in a column of {kind}")
-  return v.item() if isinstance(v, np.generic) else v
-
 class JSONWriter(_Writer):
   """Write a JSONL dataset: a line of JSON a row, columns of `str`, `int` and `float`. NaN and infinity, which are not JSON, are refused. The other
   arguments are those of MDSWriter."""
@@ -901,7 +861,7 @@ class JSONWriter(_Writer):
   def _row(self, sample:dict[str, Any], row:int) -> bytes:
     name, got = "", {}
     try:
-      for name, kind in zip(self._schema.names, self._schema.encodings): got[name] = _text_value(sample[name], kind)
+      for name, kind in zip(self._schema.names, self._schema.encodings): got[name] = typed(sample[name], kind)
       return (json.dumps(got, allow_nan=False) + self._schema.newline).encode()
     except Exception as e: raise self._bad(sample, row, name, e) from e
 
@@ -917,7 +877,7 @@ class XSVWriter(_Writer):
     name, cells = "", []
     try:
       for name, kind in zip(self._schema.names, self._schema.encodings):
-        cells.append(cell := str(_text_value(sample[name], kind)))
+        cells.append(cell := str(typed(sample[name], kind)))
         if self._schema.separator in cell or self._schema.newline in cell: raise ValueError(f"{cell!r:.80} holds the separator or the newline")
       return (self._schema.separator.join(cells) + self._schema.newline).encode()
     except Exception as e: raise self._bad(sample, row, name, e) from e
@@ -931,48 +891,39 @@ def natural(name:str) -> list:
 def merge_index(*args, keep_local:bool=True, download_timeout:float=60):
   """Write the index of a dataset whose parts lie in folders below it. `merge_index(out)` finds the parts, at any depth, in natural order;
   `merge_index(parts, out)` takes the folders or index files given, in that order. `out` is a folder, a URL or (folder, URL); a part may be
-  (folder, URL) too. Shards that `out` lists itself stay, and none is listed twice. No shard is touched; `keep_local` is accepted and has no use.
+  (folder, URL) too. Shards that `out` lists itself stay, and none is listed twice. No shard is touched; `keep_local` has no use here.
   Raises ValueError when there is nothing to merge, FormatError for a bad index."""
   from .remote import Remote
+  def place(path) -> Remote:
+    path = os.fspath(path)
+    return Remote(path.rstrip("/") if "://" in path else os.path.abspath(os.path.expanduser(path)), timeout=download_timeout)
   parts, out = (None, args[0]) if len(args) == 1 else args
-  roots = [Remote(os.fspath(o), timeout=download_timeout) for o in (out if isinstance(out, (tuple, list)) else (out,)) if o is not None]
-  bases = [(r.url if "://" in r.url else os.path.abspath(os.path.expanduser(r.url))).rstrip("/") for r in roots]
+  roots = [place(o) for o in (out if isinstance(out, (tuple, list)) else (out,)) if o is not None]
   texts:dict[str, str] = {}
-  def add(remote:Remote, name:str, prefix:str, keep=lambda base: True):
+  def add(remote:Remote, folder:str, prefix:str):
+    name = folder + next((n for n in INDEXES if remote.exists(folder + n)), INDEXES[0])
     index = Index.parse(remote.read(name), remote.at(name))
-    for i in range(len(index)):
-      entry = index.entry(i)
-      if not keep(entry["raw_data"]["basename"]): continue
+    for entry in map(index.entry, range(len(index))):
+      if not prefix and "/" in entry["raw_data"]["basename"]: continue  # of a part: that is there itself, or gone
       for key in ("raw_data", "raw_meta", "zip_data", "zip_meta"):
         if entry.get(key): entry[key]["basename"] = prefix + entry[key]["basename"]
-      texts.setdefault(entry["raw_data"]["basename"], json.dumps(entry))
+      if not _inside(name := entry["raw_data"]["basename"]): raise FormatError(f"{roots[0].where}: a shard may not be named {name!r}")
+      texts.setdefault(name, json.dumps(entry))
   found:list[tuple[Remote, str, str]] = []
-  if parts is None:
-    for root in roots:
-      names:dict[str, str] = {}
-      for name in sorted((n for n, _ in root.list("")), key=lambda n: INDEXES[::-1].index(b) if (b := n.rpartition("/")[2]) in INDEXES else -1):
-        if name.rpartition("/")[2] in INDEXES: names[name.rpartition("/")[0]] = name
-      found = [(root, names[folder], folder + "/") for folder in sorted(names, key=natural) if folder]
-      if "" in names: add(root, names[""], "", lambda base: "/" not in base)
-      if found: break
-  else:
-    for part in dict.fromkeys(tuple(p) if isinstance(p, list) else p for p in parts):
-      pair = [os.fspath(p) for p in (part if isinstance(part, tuple) else (part,)) if p is not None]
-      path = next((p for p in pair if "://" in p or os.path.exists(p)), pair[0])
-      folder, name = (path.rpartition("/")[0], path.rpartition("/")[2]) if path.rpartition("/")[2] in INDEXES else (path, "")
-      folder, remote = folder if "://" in folder else os.path.abspath(os.path.expanduser(folder)), Remote(folder, timeout=download_timeout)
-      inside = next((folder[len(b) + 1:] for b in bases if folder.startswith(b + "/")), None)
-      if inside is None and "://" not in folder: raise ValueError(f"part {folder} does not lie below {bases[0]}")
-      found.append((remote, name or next((n for n in INDEXES if remote.exists(n)), INDEXES[0]), (inside or folder.rpartition("/")[2]) + "/"))
-  if not found: raise ValueError(f"no index.json below {roots[0].where}: nothing to merge")
+  for root in roots if parts is None else ():
+    if any(f[1] for f in found): break
+    folders = {at + slash for at, slash, name in (name.rpartition("/") for name, _ in root.list("")) if name in INDEXES}
+    found = [(root, folder, folder) for folder in sorted(folders, key=natural)]  # "", the root's own, comes first
+  for part in dict.fromkeys(tuple(p) if isinstance(p, list) else p for p in parts or ()):
+    pair = [os.fspath(p) for p in (part if isinstance(part, tuple) else (part,)) if p is not None]
+    at, _, name = (path := next((p for p in pair if "://" in p or os.path.exists(p)), pair[0])).rpartition("/")
+    remote = place(at if name in INDEXES else path)
+    inside = next((remote.url[len(r.url) + 1:] for r in roots if remote.url.startswith(r.url + "/")), None)
+    if inside is None and remote.kind == "file": raise ValueError(f"part {remote.where} does not lie below {roots[0].where}")
+    found.append((remote, "", (inside or remote.url.rpartition("/")[2]) + "/"))
+  if not any(f[2] for f in found): raise ValueError(f"no index.json below {roots[0].where}: nothing to merge")
   for f in found: add(*f)
-  text = ('{"version": 2, "shards": [' + ", ".join(texts.values()) + "]}").encode()
-  for root in reversed(roots):  # the remote first: what is here is good only when that is
-    if "://" not in root.url:
-      os.makedirs(folder := os.path.expanduser(root.url), exist_ok=True)
-      write_atomic(os.path.join(folder, "index.json"), text)
-    else:
-      with tempfile.NamedTemporaryFile() as f:
-        f.write(text)
-        f.flush()
-        root.put(f.name, "index.json")
+  with tempfile.NamedTemporaryFile() as f:
+    f.write(('{"version": 2, "shards": [' + ", ".join(texts.values()) + "]}").encode())
+    f.flush()
+    for root in reversed(roots): root.put(f.name, "index.json")  # the remote first: what is here is good only when that is
