@@ -183,6 +183,10 @@ class TestOrder(TempDirTestCase):
     np.testing.assert_array_equal(ds.sample_ids(0, 333, 777), e0[333:777])
     other = StreamingDataset(self.path("d"), shuffle=True, shuffle_seed=2, num_canonical_nodes=2)
     self.assertFalse(np.array_equal(other.sample_ids(0, 0, 1000), e0))
+  def test_order_stays_when_the_data_moves(self):
+    shutil.copytree(self.path("d"), self.path("elsewhere"))
+    a, b = (StreamingDataset(self.path(d), shuffle=True, num_canonical_nodes=1).sample_ids(0, 0, 1000) for d in ("d", "elsewhere"))
+    np.testing.assert_array_equal(a, b)
   def test_epoch_length(self): self.assertEqual(StreamingDataset(self.path("d"), epoch_size=300).epoch_length(0), 300)
   def test_outside(self):
     ds = StreamingDataset(self.path("d"))

@@ -224,7 +224,9 @@ class StreamingDataset:
     lanes = lanes or self.num_canonical_nodes or (World.detect().nodes if self._order["shuffle"] else 1)
     key = (lanes, unit, self.shuffle_seed if seed is None else seed)
     if key not in self._mixes:
-      sources = [Source(s.name, store.index.samples, s) for s, store in zip(self.streams, self.stores)]
+      # a dataset of one stream keeps its order when it moves to another place
+      names = [s.name for s in self.streams] if len(self.streams) > 1 else ["data"]
+      sources = [Source(n, store.index.samples, s) for n, s, store in zip(names, self.streams, self.stores)]
       self._mixes[key] = Mix(sources, lanes=lanes, unit=unit, seed=key[2], **self._order)
     return self._mixes[key]
 
