@@ -68,13 +68,16 @@ def lane_order(C:int) -> np.ndarray:
   return out
 
 def interleave(pos:np.ndarray, C:int, unit:int=1) -> tuple[np.ndarray, np.ndarray]:
-  """Position p is entry p // C of lane lane_order[p % C]. int64[n] -> (lane int64[n], entry int64[n]).
-  With `unit` above 1 so many positions at a time go to a lane together."""
-  if unit > 1:
-    lane, entry = interleave(pos // unit, C)
-    return lane, entry * unit + pos % unit
-  entry = pos // C
-  return lane_order(C)[pos - entry * C], entry
+  """Position p is entry p // C of lane lane_order[p % C]; with `unit` above 1 lanes take turns by so many positions.
+  int64[n] -> (lane int64[n], entry int64[n]). Lane by lane the positions up to any E fill entries from 0 without a gap."""
+  turn = pos if unit == 1 else pos // unit
+  entry = turn // C
+  lane = lane_order(C)[turn - entry * C]
+  return lane, entry if unit == 1 else entry * unit + (pos - turn * unit)
+
+def position(lane:np.ndarray, entry:np.ndarray, C:int, unit:int=1) -> np.ndarray:
+  """The inverse of interleave."""
+  return (entry // unit * C + np.argsort(lane_order(C))[lane]) * unit + entry % unit
 
 def lane_length(E:int, C:int, unit:int=1) -> np.ndarray:
   """How many of E positions each lane holds, int64[C] by lane number."""

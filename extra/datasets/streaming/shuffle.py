@@ -3,7 +3,7 @@ as the epoch. Integer arithmetic and exact IEEE division only, so an order is th
 from __future__ import annotations
 import hashlib
 import numpy as np
-from .partition import interleave, lane_length, lane_order
+from .partition import interleave, lane_length, position
 
 ALGOS = ("py1s", "py2s", "py1b", "py1br", "py1e", "py1e-iid", "naive")
 U32, U64, MASK = np.uint32, np.uint64, (1 << 64) - 1
@@ -97,11 +97,10 @@ class Order:
   """One epoch's order over pieces (a piece is `count` samples of a shard), laid end to end and cut into `lanes` that never exchange samples.
 
   count int64[P]; key uint64[P] names the shard a piece is of and is equal for copies of one shard, which `copy` int32[P] numbers; the pieces of
-  each `stream` int32[P] are spread evenly. `block` is the shuffle window in samples. algo None keeps the order given. Lanes take turns
-  by `unit` samples.
+  each `stream` int32[P] are spread evenly. `block` is the shuffle window in samples; lanes take turns by `unit` samples.
   py1s, py2s: the samples of each shard (py2s: of the whole shard once for all, before lanes cut it, then as py1s); py1b, py1br: then those of
   blocks, fixed or of random size; py1e: every sample within about half a block of its shard, shards evenly spaced; py1e-iid: the same at
-  independent places; naive: all samples of a lane. Raises ValueError."""
+  independent places; naive: all samples of a lane; None: the order given. Raises ValueError."""
   def __init__(self, count:np.ndarray, key:np.ndarray, *, seed:int, epoch:int, lanes:int=1, algo:str|None="py1e", block:int|None=None,
                stream:np.ndarray|None=None, copy:np.ndarray|None=None, unit:int=1):
     if algo is not None and algo not in ALGOS: raise ValueError(f"shuffle_algo {algo!r} is none of {', '.join(ALGOS)}")
@@ -140,6 +139,9 @@ class Order:
         due = _due(n[by], lane[by] * (int(stream.max(initial=0)) + 1) + stream[piece[by]], hash64(self.key[by], "due"))
         by = by[np.lexsort([due, lane[by]])]
       piece, first, n, self.key = piece[by], first[by], n[by], self.key[by]
+    elif copy is not None:  # rounds of copies inside each lane
+      by = np.lexsort([copy[piece], lane])
+      piece, first, n, self.key = piece[by], first[by], n[by], self.key[by]
     self.key = hash64(self.key, "part")  # what sorted the pieces must not be seen inside them
     self.piece, self.first, self.off = piece, first, np.append(0, np.cumsum(n))
     self.ends = np.searchsorted(self.off, self.cuts)  # lane c holds parts ends[c]:ends[c+1]
@@ -154,6 +156,7 @@ class Order:
     from the last call's, as those of windows and of ranks' slices do: each lane keeps the samples around."""
     if len(pos) > 1 << 14:
       return tuple(np.concatenate(x) for x in zip(*(self.take(pos[i:i + (1 << 14)]) for i in range(0, len(pos), 1 << 14))))
+    if len(pos) and not 0 <= pos.min() <= pos.max() < self.length: raise IndexError(f"positions {pos.min()} to {pos.max()} of {self.length}")
     lane, entry = interleave(np.asarray(pos, np.int64), self.lanes, self.unit)
     piece, k, todo = np.empty(0, np.int64), np.empty(0, np.int64), None
     while True:
@@ -170,8 +173,6 @@ class Order:
       for x in np.flatnonzero(need >= 0): self._load(int(x), int(need[x]))
 
   def _load(self, lane:int, entry:int):
-    size = int(self.cuts[lane + 1] - self.cuts[lane])
-    if not 0 <= entry < size: raise IndexError(f"no position {entry * self.lanes} in an order of {self.length}")
     if self.algo in ("py1e", "py1e-iid"): start, piece, k = self._window(lane, entry)
     else: start, piece, k = self._pointwise(lane, entry - entry % self.cell)
     if len(k) > self.ready.shape[2]:
@@ -193,11 +194,9 @@ class Order:
       far = self.block * 5 // 4 + 4
       a = self.off[np.searchsorted(self.off, np.maximum(lo + a - far, lo), "right") - 1] - lo
       z = self.off[np.searchsorted(self.off, np.minimum(lo + z + far, lo + size), "left")] - lo
-    turn = np.argsort(lane_order(self.lanes))[lane]
     start, stop = np.full(len(self.count), self.length), np.zeros(len(self.count), np.int64)
-    def position(entry): return (entry // self.unit * self.lanes + turn) * self.unit + entry % self.unit
-    np.minimum.at(start, self.piece, position(a))
-    np.maximum.at(stop, self.piece, position(z - 1) + 1)
+    np.minimum.at(start, self.piece, position(lane, a, self.lanes, self.unit))
+    np.maximum.at(stop, self.piece, position(lane, z - 1, self.lanes, self.unit) + 1)
     return np.where(self.count > 0, start, 0), stop
 
   # *** orders of which each sample is found by itself ***
