@@ -322,6 +322,7 @@ class Plan:
     cols = [(k + mix.cut[i], take[k], first[k], np.full(len(k), c, np.int32), np.full(len(k), i, np.int32))
             for i, c, take, first in pieces for k in [np.flatnonzero(take)]]
     cols = [np.concatenate(c) for c in zip(*cols)] or [np.zeros(0, np.int64)] * 5
+    if mix.algo is None: cols = [c[by] for by in [np.argsort(cols[0], kind="stable")] for c in cols]   # lanes are cut with copies together
     self.shard, self.count, self.first, number, stream = cols
     whole = self.count == mix.sizes[self.shard]
     self.part = None if whole.all() else ~whole
