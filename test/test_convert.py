@@ -1,9 +1,11 @@
-import contextlib, glob, gzip, hashlib, io, json, os, struct, subprocess, sys, tempfile, unittest, zlib
+import contextlib, glob, gzip, hashlib, io, json, os, signal, struct, subprocess, sys, tempfile, time, unittest, zlib
+from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 import numpy as np
-from extra.datasets.streaming.convert import ConvertError, convert, main, pairs
+from extra.datasets.streaming.convert import ConvertError, convert, lock, main, pairs
 from extra.datasets.streaming import convert as convert_module
 from extra.datasets.streaming.format import Index, Shard
+from helpers import held
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 DIGITS = os.path.join(ROOT, "examples", "data", "digits.npz")
@@ -36,6 +38,24 @@ def png(value:int) -> bytes:
   def chunk(kind:bytes, data:bytes) -> bytes: return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
   return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", struct.pack(">IIBBBBB", 1, 1, 8, 0, 0, 0, 0)) + chunk(b"IDAT", zlib.compress(bytes([0, value]))) + \
     chunk(b"IEND", b"")
+
+def dies_once(text:str) -> list[int]:
+  """A tokenizer for the tests: the first process that uses it while KILL_ONCE names a file that is not there yet dies."""
+  if (mark := os.environ.get("KILL_ONCE")) and not os.path.exists(mark):
+    open(mark, "w").close()
+    os.kill(os.getpid(), signal.SIGKILL)
+  return [len(text)]
+
+def alive(group:int) -> list[str]:
+  """The processes of a process group, but for zombies."""
+  found = []
+  for pid in filter(str.isdigit, os.listdir("/proc")):
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as f:
+      state, _, pgrp = f.read().rsplit(")", 1)[1].split()[:3]
+      if int(pgrp) == group and state != "Z": found.append(pid)
+  return found
+
+def dies(text:str): os.kill(os.getpid(), signal.SIGKILL)
 
 class ConvertCase(unittest.TestCase):
   def setUp(self):
@@ -254,6 +274,86 @@ class TestAgain(ConvertCase):
     with self.assertRaisesRegex(ConvertError, "holds a conversion with another compression"): convert(p, self.out, part_size=10_000, compression="gz")
     with self.assertRaisesRegex(ConvertError, "row 2000"): convert(p, self.out, part_size=10_000)
     self.assertEqual(convert(p, self.out, skip_bad=True, exist_ok=True).rows, {"": 2000})
+
+class TestWorkers(ConvertCase):
+  def source(self) -> str:
+    return self.npz(x=np.random.default_rng(0).integers(0, 255, (20_000, 100), np.uint8), t=np.array([f"{i}" for i in range(20_000)]))
+
+  def test_same_output_whoever_does_the_parts(self):
+    p, trees = self.source(), []
+    with ThreadPoolExecutor(3) as threads:
+      for kwargs in ({"workers": 1}, {"workers": 3}, {"executor": threads}):
+        s = convert(p, out := os.path.join(self.dir, f"out{len(trees)}"), shuffle_seed=1, part_size=300_000, size_limit="50kb", val=0.1, **kwargs)
+        trees.append(tree(out))
+    self.assertEqual(sum(s.rows.values()), 20_000)
+    self.assertEqual(trees[0], trees[1])
+    self.assertEqual(trees[0], trees[2])
+
+  def test_a_killed_worker_is_replaced(self):
+    for i in range(20): self.write(f"in/{i:02}.txt", "x" * i)
+    source, trees = os.path.join(self.dir, "in"), []
+    for env in ({}, {"KILL_ONCE": os.path.join(self.dir, "mark")}):
+      with mock.patch.dict(os.environ, env): convert(source, self.out, workers=2, part_size=1, tokenizer="test_convert:dies_once", exist_ok=True)
+      trees.append(tree(self.out))
+    self.assertTrue(os.path.exists(os.path.join(self.dir, "mark")))
+    self.assertEqual([r["tokens"].tolist() for r in rows(self.out)], [[i] for i in range(20)])
+    self.assertEqual(*trees)
+    before = held()
+    with self.assertRaisesRegex(RuntimeError, "workers died 4 times at parts"):
+      convert(source, self.out, workers=2, part_size=1, tokenizer="test_convert:dies", exist_ok=True)
+    self.assertEqual(held(), before)
+
+  def test_ctrl_c(self):
+    """One line, no process left, and the same command goes on."""
+    cmd = [sys.executable, "-m", "extra.datasets.streaming.convert", self.source(), self.out, "--workers", "2", "--part-size", "20kb"]
+    child = subprocess.Popen(cmd, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    while child.poll() is None and not os.path.exists(os.path.join(self.out, "00003", "index.json")): pass
+    os.killpg(child.pid, signal.SIGINT)
+    self.assertEqual((child.communicate(timeout=60)[1].strip(), child.returncode), ("stopped; the same command goes on from here", 130))
+    deadline = time.monotonic() + 30
+    while alive(child.pid): self.assertLess(time.monotonic(), deadline)
+    self.assertFalse(os.path.exists(os.path.join(self.out, "index.json")))
+    self.assertEqual(subprocess.run(cmd, cwd=ROOT, capture_output=True, timeout=120).returncode, 0)
+    self.assertEqual([r["t"] for r in rows(self.out)], [f"{i}" for i in range(20_000)])
+
+  def test_an_error_in_a_worker_comes_at_once_and_leaves_none(self):
+    p = self.jsonl([{"a": "x" if i == 4000 else i} for i in range(10_000)])
+    before = held()
+    with self.assertRaisesRegex(ConvertError, "row 4000: column 'a'"): convert(p, self.out, workers=2, part_size=5000)
+    self.assertEqual(held(), before)
+
+  def test_two_at_once_into_one_folder(self):
+    with lock(self.out), self.assertRaisesRegex(ConvertError, "another conversion is writing here"): convert(DIGITS, self.out)
+    self.assertEqual(convert(DIGITS, self.out).rows, {"": 1797})
+
+class TestVerify(ConvertCase):
+  def test_finds_what_differs(self):
+    p = self.npz(x=np.arange(3000), t=np.array([f"{i}" for i in range(3000)]))
+    for kwargs in ({}, {"shuffle_seed": 1}, {"val": 0.2}, {"shuffle_seed": 1, "val": 0.2}):
+      with self.subTest(**kwargs):
+        convert(p, self.out, part_size=10_000, exist_ok=True, verify=True, **kwargs)
+        convert(p, self.out, part_size=10_000, verify=True, **kwargs)
+        name = glob.glob(os.path.join(self.out, "**", "shard.00000.mds"), recursive=True)[0]
+        with open(name, "r+b") as f:
+          f.seek(-1, os.SEEK_END)
+          f.write(b"\xff")
+        with self.assertRaisesRegex(ConvertError, "does not have the rows" if "shuffle_seed" in kwargs else "row .*: column 'x' differs"):
+          convert(p, self.out, part_size=10_000, verify=True, **kwargs)
+
+  def test_skipped_rows_and_another_source(self):
+    values:list = [{"a": i} for i in range(1000)]
+    p = self.jsonl(values + [{"a": None}])
+    self.assertEqual(convert(p, self.out, skip_bad=True, verify=True).rows, {"": 1000})
+    self.jsonl(values + [{"a": 1}, {"a": 2}])
+    with self.assertRaisesRegex(ConvertError, "a conversion with another digest"): convert(p, self.out, skip_bad=True, verify=True)
+    self.jsonl(values + [{"a": 1000}])       # as long as it was
+    with self.assertRaisesRegex(ConvertError, "row 1000 of .*x.jsonl: it is missing"): convert(p, self.out, skip_bad=True, verify=True)
+
+  def test_dry_run(self):
+    for p, rows_, column in ((DIGITS, "1,797", "image: 115,008"), (self.jsonl([{"a": "x" * 100}] * 1000), "1,000", "a: 100,000")):
+      with contextlib.redirect_stdout(io.StringIO()) as said: self.assertEqual(main([p, self.out, "--dry-run"]), 0)
+      self.assertRegex(said.getvalue(), rf"would write {rows_} rows, [\d,]+ bytes, 1 or more shards\n  {column} bytes")
+      self.assertFalse(os.path.exists(self.out))
 
 class TestCommand(ConvertCase):
   def test_digits_and_the_lines_it_prints(self):

@@ -10,7 +10,6 @@ from multiprocessing.context import SpawnContext, SpawnProcess
 from typing import Any, Callable, Iterator
 import numpy as np
 from . import sources
-from .cache import Store
 from .format import Index, MDSWriter, encoding, merge_index, need, parse_size, write_atomic
 from .loader import child_setup, quiet_start
 from .remote import Remote, redact
@@ -167,7 +166,7 @@ def write_bucket(job:Job, tell:Tell=lambda *_: None) -> int:
   found:list[tuple[np.ndarray, dict[str, Any]]] = []
   for folder in job.scatter:
     if not os.path.getsize(path := os.path.join(folder, ".keys")): continue
-    words, at, first, rows = np.memmap(path, np.uint64, "r"), 0, 0, Rows(Store(None, folder), job.columns)
+    words, at, first, rows = np.memmap(path, np.uint64, "r"), 0, 0, Rows(folder, "", job.columns)
     while at < len(words):
       n = int(words[at])
       keys = words[at + 1:at + 1 + n]
@@ -203,7 +202,7 @@ def fitting(numbers:np.ndarray, batch:dict[str, Any], columns:dict[str, str], ba
 
 def stored_rows(out:Out, columns:dict[str, str]) -> Iterator[tuple[bytes, ...]]:
   with tempfile.TemporaryDirectory(prefix="convert-") as tmp:
-    rows = Rows(Store(local_of(out) or remote_of(out), tmp), columns)
+    rows = Rows(local_of(out) or remote_of(out), tmp, columns)     # type: ignore
     for _, batch in rows.read(0, int(rows.starts[-1])): yield from row_bytes(batch, columns)
 
 def check_part(job:Job, tell:Tell=lambda *_: None) -> int:
@@ -251,14 +250,15 @@ def run_on(executor:Executor, work:Work, jobs:list[Job]) -> Iterator[tuple[Job, 
 
 def run_pool(workers:int, work:Work, jobs:list[Job], tell:Tell) -> Iterator[tuple[Job, int]]:
   """Jobs on processes of this machine. What a worker that dies (by the out-of-memory killer, say) had in hand is done again, three times at most."""
-  left, deaths, told = {job.number: job for job in jobs}, 0, multiprocessing.Pipe(duplex=False)
+  left, deaths = {job.number: job for job in jobs}, 0
   while left:
-    pool = ProcessPoolExecutor(min(workers, len(left)), _Spawn(), _start, (told[1],))
+    reader, writer = multiprocessing.Pipe(duplex=False)
+    pool = ProcessPoolExecutor(min(workers, len(left)), _Spawn(), _start, (writer,))
     try:
       futures = {pool.submit(_work, work, job): job for job in left.values()}
       while futures:
         done, _ = wait(futures, 0.1, FIRST_COMPLETED)
-        while told[0].poll(): tell(*told[0].recv())
+        while reader.poll(): tell(*reader.recv())
         for f in done:
           result, deaths = f.result(), 0
           del left[(job := futures.pop(f)).number]
@@ -269,7 +269,10 @@ def run_pool(workers:int, work:Work, jobs:list[Job], tell:Tell) -> Iterator[tupl
       for p in multiprocessing.active_children():
         if isinstance(p, _Process): p.kill()
       raise
-    finally: pool.shutdown(cancel_futures=True)
+    finally:
+      pool.shutdown(cancel_futures=True)
+      reader.close()
+      writer.close()
 
 class Progress:
   """Rows and bytes told by the parts, on tinygrad's progress bar."""

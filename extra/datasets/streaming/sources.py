@@ -594,9 +594,12 @@ def read_megatron(part:Part, columns:dict[str, str], bad:Bad) -> Iterator[Batch]
 # *** MDS ***
 
 class Rows:
-  """Rows of an MDS dataset. Values come as they are stored where that is how they are to be written: numbers as arrays, all else as bytes."""
-  def __init__(self, store:Store, columns:dict[str, str]):
-    self.store, self.columns, self.starts = store, columns, np.concatenate([[0], np.cumsum(store.index.samples)])
+  """Rows of an MDS dataset in a folder or at a URL; files that are fetched or unpacked go to `tmp`. Values come as they are stored where that is how
+  they are to be written: numbers as arrays, all else as bytes."""
+  def __init__(self, path:str, tmp:str, columns:dict[str, str]):
+    self.store = Store(path, tmp, limit=8 << 30) if is_url(path) else Store(None, path)
+    if not is_url(path) and self.store.index.zip_size.any(): self.store = Store(path, tmp, limit=8 << 30)
+    self.columns, self.starts = columns, np.concatenate([[0], np.cumsum(self.store.index.samples)])
 
   def read(self, start:int, stop:int) -> Iterator[tuple[np.ndarray, dict[str, Any]]]:
     """Rows [start, stop): their numbers, and their columns."""
@@ -622,13 +625,13 @@ def plan_mds(kind:str, source:str, opt:Options) -> Plan:
   parts, start = [], 0
   for s in range(len(index)):
     if (size := int(index.raw_size[start:s + 1].sum())) >= opt.part_size or s == len(index) - 1:
-      parts.append(Part(kind, source, start, s + 1, size, extra=is_url(source) or bool(index.zip_size.any())))
+      parts.append(Part(kind, source, start, s + 1, size))
       start = s + 1
   return Plan({n: {"float": "float64"}.get(e, e) for n, e in index.columns().items()}, parts or [Part(kind, source)])
 
 def read_mds(part:Part, columns:dict[str, str], bad:Bad) -> Iterator[Batch]:
   with tempfile.TemporaryDirectory(prefix="convert-") as tmp:
-    rows = Rows(Store(part.file, tmp) if part.extra else Store(None, part.file), columns)     # fetched or unpacked shards go when the work is done
+    rows = Rows(part.file, tmp, columns)
     first, stop = int(rows.starts[part.start]), int(rows.starts[part.stop])
     for at, batch in rows.read(first, stop): yield at, batch, part.size * int(at[-1] + 1 - first) // max(stop - first, 1)
 
@@ -669,17 +672,16 @@ SUFFIXES = {".npz": "npz", ".npy": "npz", ".jsonl": "jsonl", ".ndjson": "jsonl",
 def kind_of(source:Any) -> str:
   """The kind of a source by its name, or by the names in a folder."""
   if not isinstance(source, str) or re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", source) and not os.path.exists(source): return "rows"
-  name = name_of(source)
-  if not is_url(source) and os.path.isdir(source):
-    names = sorted(os.listdir(source))
-    if "index.json" in names: return "mds"
-    found = {k for n in names if (k := kind_of_name(os.path.join(source, n)))}
-    if len(found) == 1: return found.pop()
-    if not found and any(os.path.isdir(os.path.join(source, n)) for n in names): return "images"
-  elif found := kind_of_name(source): return found
-  elif is_url(source) and Remote(source).exists("index.json"): return "mds"
-  elif not is_url(source) and not os.path.exists(source): raise FileNotFoundError(f"{source}: no such file or folder")
-  raise ValueError(f"{redact(source)}: {name!r} does not tell what it is; say --kind, one of {', '.join(KINDS)}")
+  if found := kind_of_name(source): return found
+  if is_url(source): names = ["index.json"] if Remote(source).exists("index.json") else [n for n, _ in Remote(source).list()]
+  elif os.path.isdir(source): names = os.listdir(source)
+  elif os.path.exists(source): names = []
+  else: raise FileNotFoundError(f"{source}: no such file or folder")
+  if "index.json" in names: return "mds"
+  kinds = {k for n in names if (k := kind_of_name(os.path.join(source, n)))}
+  if len(kinds) == 1: return kinds.pop()
+  if not kinds and any("/" in n or os.path.isdir(os.path.join(source, n)) for n in names): return "images"
+  raise ValueError(f"{redact(source)}: its name does not tell what it is; say --kind, one of {', '.join(KINDS)}")
 
 def kind_of_name(path:str) -> str|None:
   name = name_of(path).lower()
