@@ -5,8 +5,7 @@ from hypothesis import given, settings, strategies as st
 from extra.datasets.streaming.mix import METHODS, Mix, Source, Stream, Tree, apportion, number
 from extra.datasets.streaming.shuffle import hash64
 
-settings.register_profile("mix", max_examples=60, deadline=None, derandomize=True)
-settings.load_profile("mix")
+quick = settings(max_examples=60, deadline=None, derandomize=True)
 
 def source(name, *sizes, **how): return Source(name, np.array(sizes, np.int64), Stream(local=name, **how))
 def even(name, total, shard=10, **how): return source(name, *[shard] * (total // shard), *([total % shard] if total % shard else []), **how)
@@ -55,6 +54,7 @@ class TestNumbers(unittest.TestCase):
     for x in (-1, "-2k", -0.5):
       with self.assertRaisesRegex(ValueError, "negative"): number(x, "x")
 
+  @quick
   @given(st.lists(st.integers(0, 10**6), min_size=1, max_size=20).filter(any), st.integers(0, 10**7))
   def test_apportion(self, weights, total):
     W = sum(weights)
@@ -66,6 +66,7 @@ class TestNumbers(unittest.TestCase):
     down = [total * w % W for g, w in zip(got, weights) if g == total * w // W]
     self.assertTrue(not up or not down or min(up) >= max(down))
 
+  @quick
   @given(st.lists(st.integers(-9, 30), min_size=1, max_size=8))
   def test_apportion_with_debts(self, parts):
     total = max(0, -(-sum(parts) // 10))
@@ -181,6 +182,7 @@ class TestSampling(unittest.TestCase):
       for g in self.epochs(5, source("a", *[100] * 40), epoch_size=200, sampling_granularity=grain):
         self.assertTrue(least <= len(set((g // 100).tolist())) <= most)
 
+  @quick
   @given(st.lists(st.integers(0, 40), min_size=1, max_size=6).filter(any), st.sampled_from([1, 2, 7, 100, "shard"]), st.integers(0, 3))
   def test_walk_equals_slow(self, sizes, grain, seed):
     m = Mix([source("a", *sizes)], sampling_granularity=grain, seed=seed)
@@ -215,6 +217,7 @@ def mixtures(draw):
     on_exhausted=draw(st.sampled_from(["repeat", "stop", "drop"])))
 
 class TestOrder(unittest.TestCase):
+  @quick
   @given(mixtures(), st.integers(0, 3), st.data())
   def test_windows_and_counts(self, mixture, epoch, data):
     sources, kw = mixture
@@ -255,6 +258,7 @@ class TestOrder(unittest.TestCase):
       self.assertTrue(any(a <= p < b for a, b in zip(lo[shard == s], hi[shard == s])), (p, s))
     self.assertTrue(((0 <= lo) & (lo < hi) & (hi <= len(full))).all())
 
+  @quick
   @given(mixtures(), st.randoms(use_true_random=False), st.integers(0, 2))
   def test_names_not_places(self, mixture, random, epoch):
     sources, kw = mixture
@@ -266,6 +270,7 @@ class TestOrder(unittest.TestCase):
     self.assertEqual(a.state(), b.state())
     self.assertEqual(a.differences(b.state()), [])
 
+  @quick
   @given(mixtures())
   def test_pickles(self, mixture):
     sources, kw = mixture
@@ -325,6 +330,7 @@ class TestLanes(unittest.TestCase):
       self.assertLessEqual(len(found), early)
 
 class TestTree(unittest.TestCase):
+  @quick
   @given(st.lists(st.lists(st.integers(0, 30), min_size=4, max_size=4), min_size=1, max_size=3), st.integers(0, 9))
   def test_equals_slow(self, phases, key):
     t = Tree(phases, key)
@@ -447,6 +453,7 @@ class TestExhausted(unittest.TestCase):
     self.assertEqual(sorted(whole(m).tolist()), list(range(1400)))
   def test_without_weights(self):
     for how in ("stop", "drop"): self.assertEqual(Mix([even("a", 30), even("b", 20)], epoch_size=90, on_exhausted=how).length(3), 50)
+  @quick
   @given(st.lists(st.tuples(st.integers(1, 50), st.integers(1, 9)), min_size=1, max_size=6), st.integers(1, 300), st.sampled_from(["stop", "drop"]))
   def test_never_more_than_there_is(self, streams, size, how):
     m = Mix([source(f"s{i}", n, proportion=w) for i, (n, w) in enumerate(streams)], epoch_size=size, on_exhausted=how)
@@ -484,6 +491,7 @@ class TestSchedule(unittest.TestCase):
     with self.assertRaisesRegex(ValueError, "all weights are 0 at sample 10: a, b"): Mix(a)
     with self.assertRaisesRegex(ValueError, "on_exhausted='drop' does not go with a schedule"):
       Mix([even("a", 500, proportion=[(0, 1), (10, 2)])], on_exhausted="drop")
+  @quick
   @given(st.lists(st.dictionaries(st.integers(0, 300), st.integers(0, 5), min_size=1, max_size=4).map(lambda d: list(d.items())),
                   min_size=1, max_size=3), st.integers(0, 4), st.integers(1, 120), st.sampled_from(METHODS[:2]))
   def test_any_schedule(self, schedules, epoch, size, method):

@@ -34,6 +34,8 @@ if __name__ == "__main__":
       got = order(mix(100, 10**9, batching_method=method, unit=256), batch)
       print(f"  100 streams, {method}: construct {got[0]:.3f} s, first 1,024 ids {got[1]:.3f} s")
       show(f"  100 streams, {method}, a sample", got[2], 2 * one[2] if method == "random" else 200, "ns")
+  one, many = (order(mix(n, 10**9, epoch_size="100m"), 4096, 1 << 18)[2] for n in (1, 100))
+  show("100 streams, random, a tenth of each, a sample", many, 2 * one, "ns")
   rng = np.random.default_rng(0)
   n = rng.integers(1, 2 * 10**9, 1000).tolist()
   tree = Tree([n], 1)
