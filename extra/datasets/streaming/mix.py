@@ -44,7 +44,8 @@ class Stream:
 
   - `proportion`: its share, relative to the other streams' proportions. A list of (global sample, weight) changes it over a run: linear between
     the points, constant before the first and after the last; two points at one sample are a jump, so
-    `[(0, 0.9), (1_000_000, 0.9), (1_000_000, 0.1)]` is a step and `[(0, 0.9), (1_000_000, 0.1)]` a ramp.
+    `[(0, 0.9), (1_000_000, 0.9), (1_000_000, 0.1)]` is a step and `[(0, 0.9), (1_000_000, 0.1)]` a ramp. The global sample is the position in
+    the run, epochs end to end. Shares are normalised where any stream has a point, and linear between.
   - `repeat`: how many times an epoch goes through it; `choose`: how many samples an epoch takes. Both absolute, and any number >= 0.
   - none of them: all of it once.
 
@@ -122,8 +123,9 @@ def _buckets(streams:dict[str, str]) -> list[str]:
 class Mix:
   """
   All that fixes the order of a run. Sources are laid end to end in the order given: global id = samples of the sources before + of the shards
-  before + index in the shard; everything else goes by name, so that the list's order draws the same samples.
+  before + index in the shard; everything else goes by name, so that streams listed in another order give the same samples.
 
+  - `lanes` is num_canonical_nodes, `block` shuffle_block_size (None: the default for the lanes); see `Order` for the shuffles.
   - `epoch_size`: samples an epoch; by default all samples of the streams with a weight above 0, or what `repeat` and `choose` come to.
   - `sampling_method`: a stream that gives an epoch a part of its samples goes on where the last epoch stopped ("balanced", so that as epochs pass
     all come up equally) or gives the same ones each time ("fixed"). `sampling_granularity`: how many to take from a shard at a time: 1 takes
@@ -135,13 +137,13 @@ class Mix:
 
   Raises ValueError naming the stream or the option.
   """
-  def __init__(self, sources:Sequence[Source], *, shuffle:bool=False, algo:str="py1e", seed:int=9176, block:int|None=None, lanes:int|None=None,
+  def __init__(self, sources:Sequence[Source], *, shuffle:bool=False, algo:str="py1e", seed:int=9176, block:int|None=None, lanes:int=1,
                epoch_size:int|str|None=None, sampling_method:str="balanced", sampling_granularity:int|str=1, batching_method:str="random",
                unit:int|None=None, on_exhausted:str="repeat"):
     for what, x, known in (("batching_method", batching_method, METHODS), ("sampling_method", sampling_method, ("balanced", "fixed")),
                            ("on_exhausted", on_exhausted, ("repeat", "stop", "drop")), ("shuffle_algo", algo, ALGOS)):
       if x not in known: raise ValueError(f"{what}={x!r} is not one of {', '.join(known)}")
-    self.algo, self.seed, self.block, self.lanes = algo if shuffle else None, seed, block, lanes or 1
+    self.algo, self.seed, self.block, self.lanes = algo if shuffle else None, seed, block, lanes
     self.method, self.sampling, self.on_exhausted = batching_method, sampling_method, on_exhausted
     self.unit = unit if batching_method in ("per_stream", "device_per_stream") else 1
     self.grain = None if sampling_granularity == "shard" else whole(sampling_granularity, "sampling_granularity")
@@ -211,15 +213,17 @@ class Mix:
     for ramp in self.ramps:
       a, b = max(ramp[0], epoch * self.size), min(ramp[1], (epoch + 1) * self.size)
       given, steps = [0] * len(self.total), 1 if ramp[2] == ramp[3] else min(STEPS, b - a)
-      for x, y in ((a + (b - a) * k // steps, a + (b - a) * (k + 1) // steps) for k in range(steps if a < b else 0)):
-        drawn, unit = _drawn(ramp, a, y)
-        out.append(apportion(y - x, [d - g * unit for d, g in zip(drawn, given)], unit))
+      for k in range(steps if a < b else 0):
+        end = a + (b - a) * (k + 1) // steps
+        drawn, unit = _drawn(ramp, a, end)
+        out.append(apportion(end - a - sum(given), [d - g * unit for d, g in zip(drawn, given)], unit))
         given = [g + c for g, c in zip(given, out[-1])]
     return out or [[0] * len(self.total)]
 
   def before(self, epoch:int, counts:list[int]) -> list[int]:
     """How many samples of each stream the epochs before took, up to rounding, when this one takes `counts`: where their walks go on."""
-    if self.same is not None or self.sampling == "fixed": return [epoch * c * (self.sampling != "fixed") for c in counts]
+    if self.sampling == "fixed": epoch = 0
+    if self.same is not None: return [epoch * c for c in counts]
     ramps = [(r, end) for r in self.ramps if r[0] < (end := min(r[1], epoch * self.size))]
     drawn = [[d // unit for d in got] for r, end in ramps for got, unit in [_drawn(r, r[0], end)]]
     return list(map(sum, zip([0] * len(counts), *drawn)))
@@ -250,7 +254,7 @@ class Mix:
     raise ValueError(f"batching_method={self.method!r} has an order only for a batch size: take it from a loader")
 
   def plan(self, epoch:int) -> Plan|Blend:
-    """The order of an epoch. The last two are kept."""
+    """The order of an epoch. The last two are kept. Plans keep what they work out: use one in one thread at a time."""
     if epoch not in self._plans:
       phases = self.phases(epoch)
       starts = self.before(epoch, [sum(c) for c in zip(*phases)])
