@@ -121,17 +121,18 @@ class Folder:
         for old in self._tables():
           if old[:-8] == name[:-8]: remove(self._path(old))
         rows = np.zeros(len(index), ROW)
-        for i in range(len(rows)): rows["bytes"][i] = self.on_disk(name, i)
+        if any(n != "index.json" for at, _, names in os.walk(os.path.join(self.root, prefix)) if META not in at for n in names):
+          for i in range(len(rows)): rows["bytes"][i] = self.on_disk(name, i)
         rows.tofile(f"{path}.new")
         os.replace(f"{path}.new", path)
     return name
   def _path(self, table:str) -> str: return os.path.join(self.meta, f"{table}.table")
   def _tables(self) -> list[str]: return [n[:-6] for n in os.listdir(self.meta) if n.endswith(".table")]
-  def row(self, table:str, shard:int, row:tuple[int, int, int]|None=None) -> tuple[int, int, int]:
-    """Read, or write, the row of a shard."""
+  def row(self, table:str, shard:int, *row:int) -> tuple[int, ...]:
+    """Read the row of a shard, or write as many of its last fields as are given."""
     fd = os.open(self._path(table), os.O_RDWR | os.O_CLOEXEC)
     try:
-      if row is not None: os.pwrite(fd, np.array(row, np.int64).tobytes(), ROW.itemsize * shard)
+      if row: os.pwrite(fd, np.array(row, np.int64).tobytes(), ROW.itemsize * (shard + 1) - 8 * len(row))
       return row or tuple(np.frombuffer(os.pread(fd, ROW.itemsize, ROW.itemsize * shard), np.int64).tolist())
     finally: os.close(fd)
 
@@ -177,10 +178,10 @@ class Folder:
     way. With `before` only shards that are farther from use than that may go. `full`: the disk turned out to be full. Returns the shards evicted.
     Raises NoRoom (with `before`), Busy, or OSError with the numbers."""
     if limit == UNLIMITED and not full:
-      self.row(table, shard, (need, 0, 0))
+      self.row(table, shard, need, 0, 0)
       return 0
     with self.mutex():
-      self.row(table, shard, (0, 0, 0))
+      self.row(table, shard, 0, 0, 0)
       rows = {t: np.fromfile(self._path(t), ROW) for t in self._tables() if self.index(t) is not None}
       disk = os.statvfs(self.root)
       free, total = disk.f_bavail * disk.f_frsize, sum(int(r["bytes"].sum()) for r in rows.values())
@@ -190,20 +191,21 @@ class Folder:
         short = max(short, need + coming + int(limit[1] * disk.f_blocks * disk.f_frsize) - free)
       if full: short = max(1, need - free)
       if short > 0:
-        who = [(t, i) for t, r in rows.items() for i in np.flatnonzero(r["bytes"]).tolist()]
-        far = np.concatenate([self.distance(t, len(r))[r["bytes"] > 0] for t, r in rows.items()])
-        used = np.concatenate([r["used"][r["bytes"] > 0] for r in rows.values()])
+        there = {t: np.flatnonzero(r["bytes"]) for t, r in rows.items()}
+        far = np.concatenate([self.distance(t, len(r))[there[t]] for t, r in rows.items()])
+        used = np.concatenate([r["used"][there[t]] for t, r in rows.items()])
+        name, number = np.repeat(list(there), [len(i) for i in there.values()]), np.concatenate(list(there.values()))
         for k in np.lexsort((used, -far)).tolist():
           if short <= 0 or (before is not None and far[k] <= before): break
-          t, i = who[k]
+          t, i = str(name[k]), int(number[k])
           with self.lock(f"{t}.{i}", wait=False) as mine, self.lock(f"{t}.{i}.part", wait=False) as part:
             if not (mine and part): busy = busy or f"{t}.{i}{'.part' if mine else ''}"
             else:
               short, evicted = short - int(rows[t]["bytes"][i]), evicted + 1
               remove(*self.files(t, i))
-              self.row(t, i, (0, 0, 0))
+              self.row(t, i, 0, 0, 0)
       if short <= 0:
-        self.row(table, shard, (need, 0, time.time_ns()))
+        self.row(table, shard, need, 0, time.time_ns())
         return evicted
     if before is not None: raise NoRoom
     if busy is not None: raise Busy(busy)
@@ -285,51 +287,42 @@ class Store:
     except FileNotFoundError: return 0
     return 1 + sum(s.st_mtime_ns for s in stats) if all(s.st_size == f.size for s, f in zip(stats, raw)) else 0
 
-  def _good(self, shard:int, raw:tuple[File, ...], paths:tuple[str, ...]) -> bool:
-    """Whether the files are those that were verified here."""
-    if not (stamp := self._stamp(raw, paths)): return False
-    size, was, used = self.folder.row(self.table, shard)
-    if was != stamp and (was != -stamp or self.validate_hash): return False
-    if self.limit != UNLIMITED: self.folder.row(self.table, shard, (size, was, time.time_ns()))
+  def _find(self, shard:int) -> tuple[str, ...]|None:
+    """The raw files, where they are read in place or are those that were verified here."""
+    raw, zipped, _ = self.index.files(shard)
+    if self.place is not None:
+      paths = tuple(os.path.join(self.place, self.prefix, f.name) for f in raw)
+      for p in paths:
+        if not os.path.realpath(p).startswith(os.path.join(self.place, "")): raise FormatError(f"{self.where}: {p} is a link out of the folder")
+        if not zipped and not os.path.exists(p): raise FileNotFoundError(errno.ENOENT, "a shard of the index is missing", p)
+      if all(map(os.path.exists, paths)): return paths
+    paths = self._local(raw)
+    if not (stamp := self._stamp(raw, paths)): return None
+    if self.folder.row(self.table, shard)[1] not in ((stamp,) if self.validate_hash else (stamp, -stamp)): return None
+    if self.limit != UNLIMITED: self.folder.row(self.table, shard, time.time_ns())
     self._add(hits=1)
-    return True
+    return paths
 
   def paths(self, shard:int, use:Callable[[tuple[str, ...]], Any]=lambda paths: paths) -> Any:
     """The raw files of a shard on this disk, (data,) or (data, meta), fetched and verified when they are not there. `use(paths)`, whose result is
     given back, may count on them being there. Raises RemoteError, FormatError or OSError (disk full) when they cannot be had."""
-    raw, zipped, _ = self.index.files(shard)
-    if self.place is not None:
-      paths = tuple(os.path.join(self.place, self.prefix, f.name) for f in raw)
-      if all(map(os.path.exists, paths)) or not zipped: return use(self._in_place(paths))
-    paths = self._local(raw)
-    if self._good(shard, raw, paths):
-      with contextlib.suppress(FileNotFoundError): return use(paths)
+    if (found := self._find(shard)) is not None:
+      with contextlib.suppress(FileNotFoundError): return use(found)
     while True:
       try:
         with self.folder.lock(f"{self.table}.{shard}"):             # which also keeps it from being evicted
-          if not self._good(shard, raw, paths): self._have(shard)
-          return use(paths)
+          return use(self._find(shard) or self._have(shard))
       except Busy as e:
         with self.folder.lock(str(e)): pass
 
   def warm(self, shard:int, before:int, stop:threading.Event) -> bool:
     """paths() for a shard that is used in `before` positions: False when there is no room for it yet."""
-    raw, zipped, _ = self.index.files(shard)
-    if self.place is not None and (not zipped or all(os.path.exists(os.path.join(self.place, self.prefix, f.name)) for f in raw)): return True
-    try:
-      if not self._good(shard, raw, self._local(raw)):
-        with self.folder.lock(f"{self.table}.{shard}", wait=False) as mine:
-          if mine and not self._good(shard, raw, self._local(raw)): self._have(shard, before, stop)
-    except (NoRoom, Busy): return False
-    return True
+    if self._find(shard) is not None: return True
+    with self.folder.lock(f"{self.table}.{shard}", wait=False) as mine:
+      with contextlib.suppress(NoRoom, Busy): return not mine or bool(self._find(shard) or self._have(shard, before, stop))
+    return False
 
-  def _in_place(self, paths:tuple[str, ...]) -> tuple[str, ...]:
-    for p in paths:
-      if not os.path.realpath(p).startswith(os.path.join(self.place, "")): raise FormatError(f"{self.where}: {p} is a link out of the folder")
-      if not os.path.exists(p): raise FileNotFoundError(errno.ENOENT, "a shard of the index is missing", p)
-    return paths
-
-  def _have(self, shard:int, before:int|None=None, stop:threading.Event|None=None):
+  def _have(self, shard:int, before:int|None=None, stop:threading.Event|None=None) -> tuple[str, ...]:
     """Verify what is on the disk, or else fetch it; under the lock of the shard."""
     raw, zipped, compression = self.index.files(shard)
     paths, need, full = self._local(raw), int(self.index.raw_size[shard] + self.index.zip_size[shard]), False
@@ -350,10 +343,11 @@ class Store:
         self._add(fetched_shards=1)
         remove(*(f for f in self.folder.files(self.table, shard) if f.endswith(".corrupt") or META in f))
       except BaseException:
-        self.folder.row(self.table, shard, (self.folder.on_disk(self.table, shard), 0, 0))
+        self.folder.row(self.table, shard, self.folder.on_disk(self.table, shard), 0, 0)
         raise
     stamp = self._stamp(raw, paths)
-    self.folder.row(self.table, shard, (self.folder.on_disk(self.table, shard), stamp if self.validate_hash else -stamp, time.time_ns()))
+    self.folder.row(self.table, shard, self.folder.on_disk(self.table, shard), stamp if self.validate_hash else -stamp, time.time_ns())
+    return paths
 
   def _verified(self, files:tuple[File, ...], paths:tuple[str, ...]) -> bool:
     try:
@@ -397,7 +391,7 @@ class Store:
     if self.place is not None: raise error
     with self.folder.lock(f"{self.table}.{shard}"):
       remove(*self._local(self.index.files(shard)[0]))
-      self.folder.row(self.table, shard, (0, 0, 0))
+      self.folder.row(self.table, shard, 0, 0, 0)
 
   def _map(self, shard:int, paths:tuple[str, ...]) -> Shard:
     index = self.index
