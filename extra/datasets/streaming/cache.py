@@ -142,6 +142,8 @@ class Folder:
     names = [os.path.join(self.root, unquote(table[:-8]), f.name) for f in raw + zipped]
     return names + [n + ".corrupt" for n in names] + [(part := self.part(table, shard)), part + ".rows"]
   def part(self, table:str, shard:int) -> str: return os.path.join(self.meta, "parts", f"{table}.{shard}")
+  def drop(self, table:str, shard:int, keep:tuple[str, ...]=()):
+    with self.lock(f"{table}.{shard}.part"): remove(*(f for f in self.files(table, shard) if f not in keep))
   def on_disk(self, table:str, shard:int) -> int:
     n = 0
     for p in self.files(table, shard):
@@ -329,7 +331,7 @@ class Store:
     if not self._verified(raw, paths):
       try:
         part = self.folder.on_disk(self.table, shard)               # of the part most of all
-        if need + part > self.limit[0]: remove(*self.folder.files(self.table, shard))
+        if need + part > self.limit[0]: self.folder.drop(self.table, shard)
         else: need += part
         for _ in range(8):
           self._add(evicted=self.folder.reserve(self.table, shard, need, self.limit, before, full))
@@ -341,7 +343,7 @@ class Store:
             full, error = True, e
         else: raise error
         self._add(fetched_shards=1)
-        remove(*(f for f in self.folder.files(self.table, shard) if f.endswith(".corrupt") or META in f))
+        self.folder.drop(self.table, shard, keep=paths + self._local(zipped if self.keep_zip else ()))
       except BaseException:
         self.folder.row(self.table, shard, self.folder.on_disk(self.table, shard), 0, 0)
         raise
@@ -373,7 +375,6 @@ class Store:
           with self.folder.temp() as ztmp:
             self._get(shard, zipped, ztmp, kept, unzip, stop)
             if self.keep_zip: os.replace(ztmp, kept)
-        if not self.keep_zip: remove(kept)
       os.replace(tmp, path)
 
   def _get(self, shard:int, file:File, tmp:str, path:str, check, stop:threading.Event|None):
@@ -408,67 +409,71 @@ class Store:
     """A shard mapped with its head and at least `rows` (int64[n]) present, fetched by ranges. None when the whole shard is on this disk, or is better
     fetched whole: it is compressed or in two files, most of it would be present, or the remote has no ranges."""
     raw, zipped, _ = self.index.files(shard)
-    n, file, rows, path = int(self.index.samples[shard]), raw[0], np.unique(rows), self.folder.part(self.table, shard)
+    n, rows, path = int(self.index.samples[shard]), np.unique(rows), self.folder.part(self.table, shard)
     if self.remote.kind == "file" or zipped or len(raw) > 1 or not self.ranges or 2 * len(rows) > n or self._stamp(raw, self._local(raw)): return None
-    try:
-      with self.folder.lock(f"{self.table}.{shard}.part"):
-        return self._map(shard, (path,)) if self._rows(path, shard, self.prefix + file.name, file.size, n, rows, map) else None
-    except NoRanges: self.ranges = False
-    except Busy: pass
-    except (RemoteError, FormatError, FileNotFoundError): remove(path, path + ".rows")
+    with self.folder.lock(f"{self.table}.{shard}.part"):
+      try: return self._map(shard, (path,)) if self._rows(path, shard, raw[0], rows, map) else None
+      except Busy: return None
+      except NoRanges: self.ranges = False
+      except (OSError, FormatError): pass                           # fetching the whole shard heals it, or tells why not
+      remove(path, path + ".rows")
     return None
 
-  def _range(self, name:str, start:int, stop:int) -> bytes:
-    data = self.remote.read_range(name, start, stop)
-    self._add(fetched_bytes=len(data))
-    return data
-
-  def _rows(self, path:str, shard:int, name:str, size:int, n:int, rows:np.ndarray, map) -> bool:  # noqa: A002
+  def _rows(self, path:str, shard:int, file:File, rows:np.ndarray, map) -> bool:  # noqa: A002
     """Bring rows into the sparse file at `path`; under the lock of the part. What is written is synced before it is marked as present."""
-    with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+b", buffering=0) as f:
+    n, sizes, spans = int(self.index.samples[shard]), self.index.schemas[self.index.schema[shard]].sizes, []
+    with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+b") as f:
       try: have = np.fromfile(path + ".rows", bool)
       except FileNotFoundError: have = np.zeros(0, bool)
-      if len(have) != n:
-        head = self._range(name, 0, min(size, 4 * (n + 2) + 1024))
-        first = int.from_bytes(head[4:8], "little")
-        if len(head) < first <= size: head += self._range(name, len(head), first)
+      if fresh := len(have) != n:
         have = np.zeros(n, bool)
         f.truncate(0)
-        f.truncate(size)
-        f.write(head)
-        self._map(shard, (path,))                                   # checks the offsets
+        f.truncate(file.size)
+        if all(sizes):                                              # rows of one size: their places are known before the head is here
+          off = file.size - sum(sizes) * np.arange(n, -1, -1)
+          if off[0] < 4 * (n + 2): raise FormatError(f"{self.where}: {file.name} is too small for its rows")
+          spans.append((0, int(off[0])))
+        else:
+          head = self._range(file, 0, min(file.size, 4 * (n + 2) + 1024))
+          off = np.frombuffer(head, "<u4", n + 1, 4).astype(np.int64)
+          if len(head) < off[0] <= file.size: head += self._range(file, len(head), int(off[0]))
+          f.write(head)
+      else: off = np.fromfile(path, "<u4", n + 1, offset=4).astype(np.int64)
       want = rows[~have[rows]]
       if 2 * (int(have.sum()) + len(want)) > n: return False
-      if len(want):
-        f.seek(4)
-        off = np.frombuffer(f.read(4 * (n + 1)), "<u4").astype(np.int64)
-        runs = [(int(want[a]), int(want[b]) + 1) for a, b in coalesce(off[want], off[want + 1])]
-        need = self.folder.row(self.table, shard)[0] + sum(int(off[b] - off[a]) for a, b in runs)
-        self._add(evicted=self.folder.reserve(self.table, shard, need, self.limit))
-        for (a, b), data in zip(runs, map(lambda r: self._range(name, int(off[r[0]]), int(off[r[1]])), runs)):
-          f.seek(off[a])
-          f.write(data)
-          have[a:b] = True
-        os.fsync(f.fileno())
-        have.tofile(path + ".new")
-        os.replace(path + ".new", path + ".rows")
+      runs = coalesce(off[want], off[want + 1]) if len(want) else []
+      spans += [(int(off[want[a]]), int(off[want[b] + 1])) for a, b in runs]
+      if not spans: return True
+      self._add(evicted=self.folder.reserve(self.table, shard, self.folder.row(self.table, shard)[0] + sum(b - a for a, b in spans), self.limit))
+      self._fill(f, file, spans, map)
+      os.fsync(f.fileno())
+    if fresh: self._map(shard, (path,))                             # checks the head
+    for a, b in runs: have[want[a]:want[b] + 1] = True
+    have.tofile(path + ".new")
+    os.replace(path + ".new", path + ".rows")
     return True
+
+  def _range(self, file:File, start:int, stop:int) -> bytes:
+    data = self.remote.read_range(self.prefix + file.name, start, stop)
+    self._add(fetched_bytes=len(data))
+    return data
+  def _fill(self, f, file:File, spans:list[tuple[int, int]], map=map):  # noqa: A002
+    for (a, _), data in zip(spans, map(lambda span: self._range(file, *span), spans)):
+      f.seek(a)
+      f.write(data)
+    f.flush()
 
   def _complete(self, shard:int, file:File, tmp:str) -> bool:
     """Make a whole shard at `tmp` of its part and a few more ranges, and verify it."""
     path, n = self.folder.part(self.table, shard), int(self.index.samples[shard])
     try:
       with self.folder.lock(f"{self.table}.{shard}.part"):
-        have = np.fromfile(path + ".rows", bool)
+        want = np.flatnonzero(~np.fromfile(path + ".rows", bool))
         shutil.copyfile(path, tmp)
       off = np.fromfile(tmp, "<u4", n + 1, offset=4).astype(np.int64)
-      want = np.flatnonzero(~have)
-      runs = [(int(off[want[a]]), int(off[want[b] + 1])) for a, b in coalesce(off[want], off[want + 1])]
-      if len(runs) > 8 or 4 * sum(b - a for a, b in runs) > 3 * file.size: return False
-      with open(tmp, "r+b") as f:
-        for a, b in runs:
-          f.seek(a)
-          f.write(self._range(self.prefix + file.name, a, b))
+      spans = [(int(off[want[a]]), int(off[want[b] + 1])) for a, b in coalesce(off[want], off[want + 1])]
+      if len(spans) > 8 or 4 * sum(b - a for a, b in spans) > 3 * file.size: return False
+      with open(tmp, "r+b") as f: self._fill(f, file, spans)
       verify(tmp, file, self.where, self.validate_hash)
     except (FileNotFoundError, FormatError, RemoteError): return False
     return True
@@ -476,10 +481,11 @@ class Store:
 def open_shards(wants:list[tuple[Store, int, np.ndarray|None]], threads:int=16) -> list[Shard]:
   """Map many shards at once, those that are not on this disk fetched in parallel: (store, shard, rows) with the rows wanted, int64[n], where a
   part of the shard will do, None for the whole."""
-  def one(want, map=map) -> Shard:  # noqa: A002
-    store, shard, rows = want
-    return rows is not None and store.part(shard, rows, map) or store.open(shard)
-  with ThreadPoolExecutor(threads) as pool: return [one(wants[0], pool.map)] if len(wants) == 1 else list(pool.map(one, wants))
+  with ThreadPoolExecutor(threads) as shards, ThreadPoolExecutor(threads) as ranges:
+    def one(want) -> Shard:
+      store, shard, rows = want
+      return rows is not None and store.part(shard, rows, ranges.map) or store.open(shard)
+    return list(shards.map(one, wants))
 
 class Fetcher:
   """Threads that fetch what an order is going to use before it is used. They only warm the cache: a reader calls Store.paths() itself.
