@@ -30,6 +30,10 @@ class Kinds:
         self.assertEqual(self.remote.read_range(name, 5, 5), b"")
         self.remote.get(name, self.path("out"), len(DATA))
         with open(self.path("out"), "rb") as f: self.assertEqual(f.read(), DATA)
+  def test_delete(self):
+    self.remote.put(self.path("data"), NAMES[2])
+    self.remote.delete(NAMES[2])
+    self.assertFalse(self.remote.exists(NAMES[2]))
   def test_empty(self):
     open(self.path("none"), "w").close()
     self.remote.put(self.path("none"), "none")

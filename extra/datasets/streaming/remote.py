@@ -1,7 +1,7 @@
 """Bytes from a path, http(s):// (requests) or any fsspec URL: get, get a range, put, list."""
 from __future__ import annotations
 import contextlib, email.utils, os, random, re, shutil, socket, threading, time, weakref
-from typing import Any, Callable, Iterable
+from typing import Any, Callable, Iterator
 from urllib.parse import quote, unquote, urlsplit, urlunsplit
 from .format import need
 
@@ -26,7 +26,7 @@ def redact(url:str) -> str:
   """The URL without user, password, query and fragment, which may be credentials."""
   return re.sub(r"//[^/@]*@", "//", url).split("?")[0].split("#")[0] if "://" in url else url
 
-def _secrets(x:Any) -> Iterable[str]:
+def _secrets(x:Any) -> Iterator[str]:
   if isinstance(x, dict): x = tuple(x.values())
   if isinstance(x, (tuple, list)):
     for y in x: yield from _secrets(y)
@@ -93,6 +93,7 @@ class Remote:
     for conn, ident in list(self._sockets.items()):
       if ident in threads and (sock := conn.sock) is not None:
         with contextlib.suppress(OSError): sock.shutdown(socket.SHUT_RDWR)
+
   def _scrub(self, text:str) -> str:
     for s in _secrets([self.headers, self.auth if isinstance(self.auth, tuple) else None, self.storage_options]): text = text.replace(s, "***")
     return text.replace(self.url, self.where)
@@ -108,32 +109,53 @@ class Remote:
         else: stop.wait(wait)
     raise RemoteError(f"{verb} {self.at(name)}: {why} ({self.retry + 1} attempt{'s' if self.retry else ''})", why.status, why.corrupt)
 
-  # one attempt, by kind: hand the bytes to sink, in pieces
-  def _http(self, name:str, sink:Callable[[bytes], Any], size:int|None, span:tuple[int, int]|None, stop:threading.Event|None):
+  def _once(self, name:str, sink:Callable[[bytes], Any], size:int|None, span:tuple[int, int]|None, stop:threading.Event|None):
+    """One attempt to hand all bytes of a file, or the `span` of it, to sink; `size` is how many must come."""
+    pace, got = _Pace(self.timeout), 0
+    with contextlib.closing({"file": self._file, "http": self._http, "fsspec": self._fsspec}[self.kind](name, size, span)) as chunks:
+      for chunk in chunks:
+        got += len(chunk)
+        if size is not None and got > size: break
+        sink(chunk)
+        pace(len(chunk))
+        if stop is not None and stop.is_set(): raise Cancelled(f"GET {self.at(name)}: stopped")
+    if size is not None and got != size: raise _Again(f"{'more than ' if got > size else ''}{min(got, size)} bytes where {size} are expected")
+
+  def _file(self, name:str, size:int|None, span:tuple[int, int]|None) -> Iterator[bytes]:
+    try: f = open(self.path(name), "rb")
+    except OSError as e: raise self._gone(name, e) from None
+    with f:
+      f.seek(span[0] if span else 0)
+      left = size if span else os.fstat(f.fileno()).st_size
+      while left > 0 and (chunk := f.read(min(STEP, left))):
+        left -= len(chunk)
+        yield chunk
+  def _gone(self, name:str, e:OSError) -> RemoteError:
+    return RemoteError(f"{self.at(name)}: {e.strerror}", 404 if isinstance(e, FileNotFoundError) else 403)
+
+  def _http(self, name:str, size:int|None, span:tuple[int, int]|None) -> Iterator[bytes]:
+    headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={span[0]}-{span[1] - 1}"} if span else {})
+    with self._request("GET", name, headers=headers, stream=True) as r:
+      length, coded = r.headers.get("Content-Length"), r.headers.get("Content-Encoding", "identity").lower() not in ("identity", "")
+      if coded and size is not None and length == str(size): coded = False      # a stored .gz that is labelled as an encoding
+      if span:
+        if r.status_code == 200 or coded: raise NoRanges(f"GET {self.at(name)}: the server does not serve ranges", r.status_code)
+        if not (r.headers.get("Content-Range") or "").replace(" ", "").startswith(f"bytes{span[0]}-{span[1] - 1}/"):
+          raise _Again(f"asked for bytes {span[0]}-{span[1] - 1}, got {r.headers.get('Content-Range')!r}", r.status_code)
+      if length is not None and size is not None and not coded and length != str(size):
+        raise _Again(f"{length} bytes where {size} are expected", r.status_code)
+      while chunk := r.raw.read1(BLOCK, decode_content=coded): yield chunk
+
+  @contextlib.contextmanager
+  def _request(self, verb:str, name:str, **kwargs) -> Iterator[Any]:
+    """The answer to a request, with the errors of requests and urllib3 made RemoteError (final) or _Again, also while it is read."""
     from requests import RequestException
     from urllib3.exceptions import HTTPError
-    headers = {"Accept-Encoding": "identity"}
-    if span: headers["Range"] = f"bytes={span[0]}-{span[1] - 1}"
-    pace = _Pace(self.timeout)
     try:
-      with self._session().get(self._url(name), headers=headers, stream=True, timeout=(min(10, self.timeout), self.timeout)) as r:
-        self._status(r, "GET", name)
-        length, coded = r.headers.get("Content-Length"), r.headers.get("Content-Encoding", "identity").lower() not in ("identity", "")
-        if coded and size is not None and length == str(size): coded = False    # a stored .gz that is labelled as an encoding
-        if span:
-          if r.status_code == 200 or coded: raise NoRanges(f"GET {self.at(name)}: the server does not serve ranges", r.status_code)
-          if not (r.headers.get("Content-Range") or "").replace(" ", "").startswith(f"bytes{span[0]}-{span[1] - 1}/"):
-            raise _Again(f"asked for bytes {span[0]}-{span[1] - 1}, got {r.headers.get('Content-Range')!r}", r.status_code)
-        if length is not None and size is not None and not coded and length != str(size):
-          raise _Again(f"{length} bytes where {size} are expected", r.status_code)
-        got = 0
-        while chunk := r.raw.read1(BLOCK, decode_content=coded):
-          got += len(chunk)
-          if size is not None and got > size: raise _Again(f"more than the {size} bytes expected", r.status_code)
-          sink(chunk)
-          pace(len(chunk))
-          if stop is not None and stop.is_set(): raise Cancelled(f"GET {self.at(name)}: stopped")
-        if size is not None and got != size: raise _Again(f"{got} bytes where {size} are expected", r.status_code)
+      timeout = (min(10, self.timeout), self.timeout)
+      with self._session().request(verb, self._url(name), timeout=timeout, allow_redirects=True, **kwargs) as r:
+        self._status(r, verb, name)
+        yield r
     except (RequestException, HTTPError) as e: raise self._network(e) from None
 
   def _status(self, r, verb:str, name:str):
@@ -153,17 +175,11 @@ class Remote:
     while isinstance(e, (RequestException, HTTPError)) and (inner := e.__cause__ or e.__context__) is not None: e = inner
     return _Again(self._scrub(f"{type(e).__name__}: {getattr(e, 'strerror', None) or re.sub(r'https?://[^ ]*|/[^ ]*[?][^ ]*', '...', str(e))}"))
 
-  def _fsspec(self, name:str, sink:Callable[[bytes], Any], size:int|None, span:tuple[int, int]|None, stop:threading.Event|None):
-    pace, (lo, hi), got = _Pace(self.timeout), span or (0, size), 0
-    more = 1 if size is not None and span is None else 0            # a byte after the last shows a file that is too long
-    for a in range(lo, hi, STEP) if hi else (None,):
-      end = None if a is None else a + STEP if a + STEP < hi else hi + more
-      chunk = self._call("GET", name, lambda fs, _, path: fs.cat_file(path, start=a, end=end))
-      got += len(chunk)
-      sink(chunk)
-      pace(len(chunk))
-      if stop is not None and stop.is_set(): raise Cancelled(f"GET {self.at(name)}: stopped")
-    if size is not None and got != size: raise _Again(f"{got} bytes where {size} are expected")
+  def _fsspec(self, name:str, size:int|None, span:tuple[int, int]|None) -> Iterator[bytes]:
+    lo, hi = span or (0, size)
+    for a in range(lo, hi, STEP) if hi else (None,):                # one byte more of a whole file shows that it is too long
+      end = None if a is None else min(a + STEP, hi + (span is None)) if a + STEP >= hi else a + STEP
+      yield self._call("GET", name, lambda fs, _, path: fs.cat_file(path, start=a, end=end))
 
   def _call(self, verb:str, name:str, fn:Callable[[Any, str, str], Any]) -> Any:
     """fn(filesystem, root, path), with the filesystem's errors made RemoteError (final) or _Again."""
@@ -177,20 +193,6 @@ class Remote:
     except Exception as e: raise _Again(self._scrub(f"{type(e).__name__}: {e}")) from None
     raise RemoteError(f"{verb} {self.at(name)}: {self._scrub(f'{type(why).__name__}: {why}')} (1 attempt)", status)
 
-  def _file(self, name:str, sink:Callable[[bytes], Any], size:int|None, span:tuple[int, int]|None, stop:threading.Event|None):
-    got, (lo, hi) = 0, span or (0, None)
-    try: f = open(self.path(name), "rb")
-    except OSError as e: raise RemoteError(f"{self.at(name)}: {e.strerror}", 404 if isinstance(e, FileNotFoundError) else 403) from None
-    with f:
-      f.seek(lo)
-      while chunk := f.read(STEP if hi is None else min(STEP, hi - lo - got)):
-        got += len(chunk)
-        sink(chunk)
-        if stop is not None and stop.is_set(): raise Cancelled(f"{self.at(name)}: stopped")
-    if size is not None and got != size: raise RemoteError(f"{self.at(name)}: {got} bytes where {size} are expected", corrupt=True)
-
-  def _once(self, *args): return getattr(self, "_" + self.kind)(*args)
-
   def get(self, name:str, path:str, size:int|None=None, check:Callable[[str], Any]|None=None, stop:threading.Event|None=None) -> None:
     """Write the file `name` to `path`. `check(path)` may raise ValueError: then the file is fetched again, as after a short body; the last
     bad file is left at `path`. Raises RemoteError, Cancelled once `stop` is set, and OSError for what is wrong with this disk."""
@@ -200,19 +202,16 @@ class Remote:
       except ValueError as e: raise _Again(str(e), corrupt=True) from None
     self._attempts("GET", name, once, stop)
 
-  def read(self, name:str, stop:threading.Event|None=None) -> bytes:
+  def read(self, name:str) -> bytes:
     """All bytes of the file `name`."""
-    def once() -> bytes:
-      parts:list[bytes] = []
-      self._once(name, parts.append, None, None, stop)
-      return b"".join(parts)
-    return self._attempts("GET", name, once, stop)
-
+    return self._bytes(name)
   def read_range(self, name:str, start:int, stop:int) -> bytes:
     """The bytes [start, stop) of the file `name`. Raises NoRanges when the server ignores the range."""
+    return self._bytes(name, stop - start, (start, stop)) if stop > start else b""
+  def _bytes(self, name:str, size:int|None=None, span:tuple[int, int]|None=None) -> bytes:
     def once() -> bytes:
       parts:list[bytes] = []
-      if stop > start: self._once(name, parts.append, stop - start, (start, stop), None)
+      self._once(name, parts.append, size, span, None)
       return b"".join(parts)
     return self._attempts("GET", name, once)
 
@@ -225,35 +224,30 @@ class Remote:
         shutil.copyfile(path, tmp := f"{dst}.{os.getpid()}.{threading.get_ident()}.tmp")
         os.replace(tmp, dst)
       else:
-        with open(path, "rb") as f: self._http_call("PUT", name, data=f if os.path.getsize(path) else b"")
+        with open(path, "rb") as f, self._request("PUT", name, data=f if os.path.getsize(path) else b""): pass
     self._attempts("PUT", name, once)
 
   def delete(self, name:str) -> None:
     """Remove the file `name`. By HTTP it is a DELETE."""
     def once():
-      if self.kind == "fsspec": self._call("DELETE", name, lambda fs, path: fs.rm_file(path))
-      elif self.kind == "http": self._http_call("DELETE", name)
-      else: os.remove(self.path(name))
+      if self.kind == "fsspec": self._call("DELETE", name, lambda fs, _, path: fs.rm_file(path))
+      elif self.kind == "http":
+        with self._request("DELETE", name): pass
+      else:
+        try: os.remove(self.path(name))
+        except OSError as e: raise self._gone(name, e) from None
     self._attempts("DELETE", name, once)
-
-  def _http_call(self, verb:str, name:str, **kwargs):
-    from requests import RequestException
-    try:
-      with self._session().request(verb, self._url(name), timeout=(min(10, self.timeout), self.timeout), allow_redirects=True, **kwargs) as r:
-        self._status(r, verb, name)
-        return r.headers
-    except RequestException as e: raise self._network(e) from None
 
   def size(self, name:str) -> int:
     """Bytes of the file `name`. Raises RemoteError with status 404 when there is none."""
     def once() -> int:
       if self.kind == "fsspec": return int(self._call("HEAD", name, lambda fs, _, path: fs.info(path))["size"])
       if self.kind == "http":
-        length = self._http_call("HEAD", name, headers={"Accept-Encoding": "identity"}).get("Content-Length")
+        with self._request("HEAD", name, headers={"Accept-Encoding": "identity"}) as r: length = r.headers.get("Content-Length")
         if length is None: raise RemoteError(f"HEAD {self.at(name)}: the server does not tell the size")
         return int(length)
       try: return os.stat(self.path(name)).st_size
-      except OSError as e: raise RemoteError(f"{self.at(name)}: {e.strerror}", 404 if isinstance(e, FileNotFoundError) else 403) from None
+      except OSError as e: raise self._gone(name, e) from None
     return self._attempts("HEAD", name, once)
 
   def exists(self, name:str) -> bool:
