@@ -74,7 +74,7 @@ def _feistel(k:np.ndarray, n:np.ndarray, key:np.ndarray, at:np.ndarray|None) -> 
   params = (n, s.astype(T), (top >> s).astype(U32) + U32(1), h.astype(U32), (h >> U64(32)).astype(U32))
   out, todo = k, None
   while True:  # what leaves [0, n) walks on along its cycle until it is back: rows * 2**s is less than n + 2**s, so few do
-    n, s, rows, key, step = params if at is None else (p[at] for p in params)
+    n, s, rows, key, step = params if at is None else (p.take(at) for p in params)
     x = (k if todo is None else out[todo]).astype(T)
     i, j, drop, wide = (x >> s).astype(U32), (x & (T(1) << s) - T(1)).astype(U32), U32(32) - s.astype(U32), rows.astype(U64)
     for r in range(6):  # in turn, move the column within the row and the row within the column by a hash of the other
@@ -146,31 +146,43 @@ class Order:
     self.piece, self.first, self.off = piece, first, np.append(0, np.cumsum(n))
     self.ends = np.searchsorted(self.off, self.cuts)  # lane c holds parts ends[c]:ends[c+1]
     # a lane keeps a cell of samples ready, larger where more pieces are within reach, smaller where lanes are many
-    reach = len(piece) * self.block // max(1, self.length) if algo in ("py1e", "py1e-iid") else 0
-    self.cell = max(1 << 10, min(1 << 16 if algo == "naive" else 1 << 14, (1 << 20) // lanes), min(8 * reach, 1 << 18, (1 << 22) // lanes))
+    reach = {"py1e": 8 * len(piece) * self.block // max(1, self.length), "py1e-iid": self.block // 16}.get(algo, 0)
+    self.cell = max(1 << 10, min(1 << 16 if algo == "naive" else 1 << 14, (1 << 20) // lanes), min(reach, 1 << 18, (1 << 22) // lanes))
     self.start, self.have, self.number = np.zeros(lanes, np.int64), np.zeros(lanes, U64), [0] * lanes
     self.ready, self.guide = np.zeros((2, lanes, 1), U32), None
 
   def take(self, pos:np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The sample at each position: (index of its piece, its number in the piece's shard), int64[n] each. Quick when a lane's positions go on
     from the last call's, as those of windows and of ranks' slices do: each lane keeps the samples around."""
-    if len(pos) > 1 << 14:
-      return tuple(np.concatenate(x) for x in zip(*(self.take(pos[i:i + (1 << 14)]) for i in range(0, len(pos), 1 << 14))))
-    if len(pos) and not 0 <= pos.min() <= pos.max() < self.length: raise IndexError(f"positions {pos.min()} to {pos.max()} of {self.length}")
-    lane, entry = interleave(np.asarray(pos, np.int64), self.lanes, self.unit)
-    piece, k, todo = np.empty(0, np.int64), np.empty(0, np.int64), None
-    while True:
-      e = entry - self.start[lane]
-      at = e + lane * self.ready.shape[2]
-      p, j = (x.ravel().take(at, mode="clip") for x in self.ready)  # anything where the lane has it not ready
-      if todo is None: piece, k = p.astype(np.int64), j.astype(np.int64)
-      else: piece[todo], k[todo] = p, j
-      miss = np.flatnonzero(e.view(U64) >= self.have[lane])  # as unsigned, what lies before the start is large too
-      if len(miss) == 0: return piece, k
-      todo, lane, entry = miss if todo is None else todo[miss], lane[miss], entry[miss]
-      need = np.full(self.lanes, -1)
-      need[lane[::-1]] = entry[::-1]  # the first of each lane
-      for x in np.flatnonzero(need >= 0): self._load(int(x), int(need[x]))
+    pos, n = np.asarray(pos, np.int64), len(pos)
+    if n and not 0 <= pos.min() <= pos.max() < self.length: raise IndexError(f"positions {pos.min()} to {pos.max()} of {self.length}")
+    out = np.empty((2, n), np.int64)
+    if n >= 64 * self.lanes and self.unit == 1 and pos[-1] - pos[0] == n - 1 and (np.diff(pos) == 1).all():  # a window: a run of each lane
+      for i, (lane, entry) in enumerate(zip(*(x.tolist() for x in interleave(pos[:self.lanes], self.lanes)))):
+        self._run(lane, entry, out[:, i::self.lanes])
+      return out[0], out[1]
+    for a in range(0, n, 1 << 14):
+      todo = np.arange(a, min(a + (1 << 14), n))
+      lane, entry = interleave(pos[todo], self.lanes, self.unit)
+      while True:
+        e = entry - self.start[lane]
+        at = e + lane * self.ready.shape[2]
+        for x, ready in zip(out, self.ready.reshape(2, -1)): x[todo] = ready.take(at, mode="clip")  # anything where the lane has it not ready
+        miss = np.flatnonzero(e.view(U64) >= self.have[lane])  # as unsigned, what lies before the start is large too
+        if len(miss) == 0: break
+        todo, lane, entry = todo[miss], lane[miss], entry[miss]
+        need = np.full(self.lanes, -1)
+        need[lane[::-1]] = entry[::-1]  # the first of each lane
+        for x in np.flatnonzero(need >= 0): self._load(int(x), int(need[x]))
+    return out[0], out[1]
+
+  def _run(self, lane:int, entry:int, out:np.ndarray):
+    while out.shape[1]:
+      if not 0 <= entry - int(self.start[lane]) < int(self.have[lane]): self._load(lane, entry)
+      at = entry - int(self.start[lane])
+      got = self.ready[:, lane, at:min(at + out.shape[1], int(self.have[lane]))]
+      out[:, :got.shape[1]] = got
+      entry, out = entry + got.shape[1], out[:, got.shape[1]:]
 
   def _load(self, lane:int, entry:int):
     if self.algo in ("py1e", "py1e-iid"): start, piece, k = self._window(lane, entry)

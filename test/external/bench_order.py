@@ -1,0 +1,53 @@
+"""What an order costs in time (of the CPU: one thread, no waiting) and memory, beside its limits:
+PYTHONPATH=. python test/external/bench_order.py [seek] [stream]"""
+import multiprocessing, resource, sys, time
+from concurrent.futures import ProcessPoolExecutor
+import numpy as np
+from extra.datasets.streaming.shuffle import ALGOS, Order, hash64
+
+def order(count, **kw): return Order(np.asarray(count, np.int64), hash64(np.arange(len(count)), "shard"), **{"seed": 9176, "epoch": 0, **kw})
+
+def show(name, got, limit, unit): print(f"{name:62s} {got:9.3f} {unit:9s} limit {limit:8.3f}  ratio {got / limit:5.2f}", flush=True)
+
+def seek(shards, samples, algo, lanes):
+  """Worst seconds for construct + first 1,024 ids, at the begin, at 90 % and at the end of two epochs, and this process's peak in MB."""
+  count, worst = np.full(shards, samples), 0.
+  for epoch in (0, 1000):
+    for share in (0, .9, 1):
+      t = time.process_time()
+      o = order(count, algo=algo, lanes=lanes, epoch=epoch)
+      at = min(int(o.length * share), o.length - 1024)
+      o.take(np.arange(at, at + 1024))
+      worst = max(worst, time.process_time() - t)
+      del o
+  return worst, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+def stream(count, window=1 << 16, n=1 << 20, **kw):
+  """ns a sample of going through an order by windows, the best of five stretches."""
+  o, best = order(count, **kw), np.inf
+  n = min(n, o.length // 6)
+  o.take(np.arange(n // 2))
+  for s in range(n, 6 * n, n):
+    t = time.process_time()
+    for a in range(s, s + n, window): o.take(np.arange(a, min(a + window, s + n)))
+    best = min(best, (time.process_time() - t) / n)
+  return best * 1e9
+
+if __name__ == "__main__":
+  if "seek" in sys.argv or len(sys.argv) == 1:
+    for shards, samples, seconds, mb in ((122_070, 8192, .2, 200), (1_000_000, 1_000_000, 2, 600)):
+      for algo in (None, *ALGOS):
+        for lanes in (1, 64):
+          with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+            worst, peak = pool.submit(seek, shards, samples, algo, lanes).result()
+          name = f"{shards} shards of {samples}, {algo}, {lanes} lanes: "
+          show(name + "first ids", worst, seconds, "s")
+          show(name + "peak", peak, mb, "MB")
+  if "stream" in sys.argv or len(sys.argv) == 1:
+    uneven = 5000 + (hash64(np.arange(2000)) % np.uint64(6001)).astype(np.int64)
+    for name, limit, count in (("8,192", 60, [8192] * 2000), ("1,000", 60, [1000] * 16_000), ("8,193", 130, [8193] * 2000),
+                               ("5,000-11,000", 130, uneven), ("200,000 pieces of 1", 600, [1] * 200_000)):
+      for block in (1 << 18, 4_000_000): show(f"py1e, shards of {name}, block {block}", stream(count, block=block), limit, "ns/sample")
+    show("py1e, shards of 8,192, 64 lanes, block 262144", stream([8192] * 2000, lanes=64, block=1 << 18), 60, "ns/sample")
+    for lanes in (1, 64): show(f"naive, 122,070 shards of 8,192, {lanes} lanes", stream([8192] * 122_070, algo="naive", lanes=lanes), 25, "ns/sample")
+    for lanes in (1, 64): print(f"py1e, {lanes} lanes, 256 positions a call: {stream([8192] * 2000, 256, lanes=lanes):.0f} ns/sample")
