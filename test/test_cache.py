@@ -572,6 +572,15 @@ class TestPart(CacheCase):
     write(self.path("r", "z"), shards=1, rows=200, size=2000, compression="gz")
     self.assertIsNone(self.store(split="z").part(0, np.array([1])))
     self.assertEqual(self.shard_hits(), {})
+  def test_rows_of_any_size(self):
+    with MDSWriter(out=self.path("r", "v"), columns={"t": "str", "n": "int"}, size_limit="64kb", hashes=["sha1"]) as w:
+      for i in range(600): w.write({"t": str(i) * (i % 97), "n": i})
+    s, wants = self.store(split="v"), {0: [5, 60, 7], 1: [0, 9]}
+    first = np.cumsum([0, *s.index.samples])
+    self.server.reset_counts()
+    for part, (k, rows) in zip(open_shards([(s, k, np.array(rows)) for k, rows in wants.items()]), wants.items()):
+      self.assertEqual([part.sample(r) for r in rows], [{"n": first[k] + r, "t": str(first[k] + r) * ((first[k] + r) % 97)} for r in rows])
+    self.assertLess(self.server.sent, int(s.index.raw_size.sum()) // 8)
   def test_many_at_once(self):
     self.server.fault = lambda req: Fault(latency=0.05)
     got = open_shards([(self.s, k, np.array([k, 50 + k])) for k in range(3)])

@@ -1,6 +1,9 @@
 import contextlib, email.utils, os, pickle, re, threading, time, unittest
 from unittest import mock
+import numpy as np
 import requests
+from extra.datasets.streaming import MDSWriter
+from extra.datasets.streaming.cache import Store
 from extra.datasets.streaming.remote import Cancelled, NoRanges, Remote, RemoteError, redact
 from helpers import TempDirTestCase, run_script
 from servers import Fault, Server
@@ -129,6 +132,17 @@ class TestS3(Listed, DataCase):
     signed = Remote("s3://bucket/some/base", retry=0, storage_options={"key": "AKIDEXAMPLE", "secret": "top-secret", "endpoint_url": self.url})
     self.assertEqual(signed.read("x"), DATA)
     self.assertNotIn("top-secret", repr(signed))
+  def test_store(self):
+    with MDSWriter(out=self.path("d"), columns={"x": "int"}, size_limit=2000, hashes=["md5"]) as w:
+      for i in range(1000): w.write({"x": i})
+    for name in os.listdir(self.path("d")): self.remote.put(self.path("d", name), f"d/{name}")
+    s = Store("s3://bucket/some/base", self.path("c"), split="d", storage_options=self.remote.storage_options)
+    self.assertEqual([s.open(k).sample(0)["x"] for k in range(len(s.index))], np.cumsum([0, *s.index.samples])[:-1].tolist())
+    s = Store("s3://bucket/some/base", self.path("c2"), split="d", storage_options=self.remote.storage_options)
+    self.assertEqual(s.part(1, np.array([3])).sample(3)["x"], s.index.samples[0] + 3)
+    elsewhere = {"endpoint_url": "http://127.0.0.1:9"}
+    with self.assertRaisesRegex(ValueError, f"{self.path('c')} is a cache of s3://bucket/some/base at {self.url}, not of .*:9"):
+      Store("s3://bucket/some/base", self.path("c"), split="d", storage_options=elsewhere)
   def test_errors_hide_credentials(self):
     options = {"key": "AKIDEXAMPLE", "secret": "top-secret", "endpoint_url": "http://127.0.0.1:9", "config_kwargs": {"retries": {"max_attempts": 0}}}
     remote = Remote("s3://bucket/base", retry=0, storage_options=options)
@@ -261,6 +275,14 @@ class TestHTTP(Kinds, DataCase):
     self.assertEqual((sent["X-Token"], sent["Authorization"], sent["Accept-Encoding"]), ("abc", "Basic dXNlcjpwYXNzd29yZA==", "identity"))
     Remote(self.server.url.replace("//", "//me:secret@") + "?sig=s3cr3t").read("x")
     self.assertEqual((self.server.requests[-1].headers["Authorization"], self.server.requests[-1].query), ("Basic bWU6c2VjcmV0", "sig=s3cr3t"))
+  def test_netrc(self):
+    self.put()
+    with open(self.path("netrc"), "w") as f: f.write("machine 127.0.0.1 login me password secret")
+    with mock.patch.dict(os.environ, {"NETRC": self.path("netrc")}): self.remote.read("x")
+    self.assertEqual(self.server.requests[-1].headers["Authorization"], "Basic bWU6c2VjcmV0")
+  def test_bad_url(self):
+    with mock.patch("time.sleep") as sleep, self.assertRaisesRegex(RemoteError, "not a valid host"): Remote("http://:80:80/", retry=5).read("x")
+    sleep.assert_not_called()
   def test_proxy(self):
     self.put()
     with mock.patch.dict(os.environ, {"http_proxy": self.server.url, "no_proxy": ""}):

@@ -18,7 +18,7 @@ import numpy as np
 from .format import File, FormatError, Index, Shard, decompress, verify
 from .remote import NoRanges, Remote, RemoteError
 
-META = ".streaming"
+META, DEBUG = ".streaming", int(os.getenv("DEBUG", "0"))
 # bytes on disk, those on their way included; a stamp of the verified files (negative: only the size was checked); when it was last asked for
 ROW = np.dtype([("bytes", "<i8"), ("stamp", "<i8"), ("used", "<i8")])
 NEVER = np.iinfo(np.int64).max
@@ -237,7 +237,7 @@ class Store:
     self.place = source if local is None or source == os.path.realpath(local) else None     # a folder that is read in place
     if self.place is None and local is not None and os.path.isdir(local) and not os.access(local, os.W_OK):
       self.place, self.remote = os.path.realpath(local), Remote(local)
-    self.where, self.identity = self.remote.at(self.prefix.rstrip("/")), self.place or source or self.remote.where
+    self.where, self.identity = self.remote.at(self.prefix.rstrip("/")), self.place or source or self.remote.identity
     self.root = os.path.abspath(local) if self.place is None and local is not None else default_folder(self.identity)
     self._init()
     if self.place is None: self._check_limit()
@@ -328,6 +328,7 @@ class Store:
     """Verify what is on the disk, or else fetch it; under the lock of the shard."""
     raw, zipped, compression = self.index.files(shard)
     paths, need, full = self._local(raw), int(self.index.raw_size[shard] + self.index.zip_size[shard]), False
+    start = time.monotonic()
     if not self._verified(raw, paths):
       try:
         part = self.folder.on_disk(self.table, shard)               # of the part most of all
@@ -343,6 +344,7 @@ class Store:
             full, error = True, e
         else: raise error
         self._add(fetched_shards=1)
+        if DEBUG >= 2: print(f"{self.where}: shard {shard}, {need} bytes in {time.monotonic() - start:.2f} s")
         self.folder.drop(self.table, shard, keep=paths + self._local(zipped if self.keep_zip else ()))
       except BaseException:
         self.folder.row(self.table, shard, self.folder.on_disk(self.table, shard), 0, 0)

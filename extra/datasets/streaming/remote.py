@@ -26,11 +26,11 @@ def redact(url:str) -> str:
   """The URL without user, password, query and fragment, which may be credentials."""
   return re.sub(r"//[^/@]*@", "//", url).split("?")[0].split("#")[0] if "://" in url else url
 
-def _secrets(x:Any) -> Iterator[str]:
+def _leaves(x:Any) -> Iterator[str]:
   if isinstance(x, dict): x = tuple(x.values())
   if isinstance(x, (tuple, list)):
-    for y in x: yield from _secrets(y)
-  elif isinstance(x, (str, bytes)) and len(x) > 2: yield x if isinstance(x, str) else x.decode("latin-1")
+    for y in x: yield from _leaves(y)
+  elif isinstance(x, (str, bytes)): yield x if isinstance(x, str) else x.decode("latin-1")
 
 def _retry_after(value:str|None) -> float:
   if value is None: return 0.0
@@ -59,6 +59,7 @@ class Remote:
     self.kind = scheme if scheme == "file" else "http" if scheme in ("http", "https") else "fsspec"
     if self.kind == "file" and "://" in self.url: self.url = unquote(urlsplit(self.url).path)
     self.where = redact(self.url)
+    self.identity = " at ".join([self.where, *(redact(x) for x in _leaves(storage_options) if "://" in x)])    # with the endpoint of an object store
     self.pressure = 0          # how often a server said, or showed, that it is asked for too much
     self._thread, self._sockets = threading.local(), weakref.WeakKeyDictionary()
   def __repr__(self) -> str: return f"Remote({self.where!r})"
@@ -95,7 +96,8 @@ class Remote:
         with contextlib.suppress(OSError): sock.shutdown(socket.SHUT_RDWR)
 
   def _scrub(self, text:str) -> str:
-    for s in _secrets([self.headers, self.auth if isinstance(self.auth, tuple) else None, self.storage_options]): text = text.replace(s, "***")
+    for s in _leaves([self.headers, self.auth if isinstance(self.auth, tuple) else None, self.storage_options]):
+      if len(s) > 2: text = text.replace(s, "***")
     return text.replace(self.url, self.where)
 
   def _attempts(self, verb:str, name:str, once:Callable[[], Any], stop:threading.Event|None=None) -> Any:
@@ -165,15 +167,17 @@ class Remote:
     if r.status_code in (408, 429) or r.status_code >= 500: raise _Again(why, r.status_code, _retry_after(r.headers.get("Retry-After")))
     raise RemoteError(f"{verb} {self.at(name)}: {why} (1 attempt)", r.status_code)
 
-  def _network(self, e:Exception) -> _Again:
+  def _network(self, e:Exception) -> Exception:
     """The innermost reason: requests and urllib3 put the URL, with what is secret in it, in the outer ones."""
     from requests import RequestException, Timeout
     from urllib3.exceptions import HTTPError, TimeoutError as Slow
     if isinstance(e, (Timeout, Slow)):
       self.pressure += 1
       return _Again(f"no answer in {self.timeout:g} s")
+    final = isinstance(e, ValueError)                               # no URL, or no header, that can be sent
     while isinstance(e, (RequestException, HTTPError)) and (inner := e.__cause__ or e.__context__) is not None: e = inner
-    return _Again(self._scrub(f"{type(e).__name__}: {getattr(e, 'strerror', None) or re.sub(r'https?://[^ ]*|/[^ ]*[?][^ ]*', '...', str(e))}"))
+    why = self._scrub(f"{type(e).__name__}: {getattr(e, 'strerror', None) or re.sub(r'https?://[^ ]*|/[^ ]*[?][^ ]*', '...', str(e))}")
+    return RemoteError(f"{self.where}: {why}") if final else _Again(why)
 
   def _fsspec(self, name:str, size:int|None, span:tuple[int, int]|None) -> Iterator[bytes]:
     lo, hi = span or (0, size)
