@@ -568,6 +568,7 @@ class TestPart(CacheCase):
     self.assertEqual(os.listdir(self.path("c", ".streaming", "parts")), [])
   def test_where_it_makes_no_sense(self):
     self.assertIsNone(Store(self.path("r")).part(1, np.array([5])))
+    self.assertFalse(os.path.exists(self.path("xdg")))
     self.assertIsNone(self.s.part(1, np.arange(150)))
     write(self.path("r", "z"), shards=1, rows=200, size=2000, compression="gz")
     self.assertIsNone(self.store(split="z").part(0, np.array([1])))

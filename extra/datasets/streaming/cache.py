@@ -138,7 +138,7 @@ class Folder:
 
   def files(self, table:str, shard:int) -> list[str]:
     """All files that a shard may have in the folder."""
-    raw, zipped, _ = self.indexes[table].files(shard)
+    raw, zipped, _ = self.index(table).files(shard)
     names = [os.path.join(self.root, unquote(table[:-8]), f.name) for f in raw + zipped]
     return names + [n + ".corrupt" for n in names] + [(part := self.part(table, shard)), part + ".rows"]
   def part(self, table:str, shard:int) -> str: return os.path.join(self.meta, "parts", f"{table}.{shard}")
@@ -229,6 +229,9 @@ class Store:
   def __init__(self, remote:str|None=None, local:str|None=None, *, split:str|None=None, retry:int=2, timeout:float=60, validate_hash:bool=True,
                keep_zip:bool=False, limit:int|str|None=None, headers:dict|None=None, auth:Any=None, storage_options:dict|None=None):
     if remote is None and local is None: raise ValueError("a stream needs a remote, a local folder, or both")
+    if local is not None:
+      if (here := Remote(local)).kind != "file": raise ValueError(f"local is a folder, not {here.where}; give that as the remote")
+      local = os.path.abspath(here.path(""))
     self.prefix, self.limit = f"{split.strip('/')}/" if split else "", parse_limit(limit)
     self.validate_hash, self.keep_zip, self.ranges = validate_hash, keep_zip, True
     self.remote = Remote(remote if remote is not None else local, retry=retry, timeout=timeout, headers=headers, auth=auth,
@@ -238,17 +241,14 @@ class Store:
     if self.place is None and local is not None and os.path.isdir(local) and not os.access(local, os.W_OK):
       self.place, self.remote = os.path.realpath(local), Remote(local)
     self.where, self.identity = self.remote.at(self.prefix.rstrip("/")), self.place or source or self.remote.identity
-    self.root = os.path.abspath(local) if self.place is None and local is not None else default_folder(self.identity)
+    self.root = local if self.place is None and local is not None else default_folder(self.identity)
     self._init()
-    if self.place is None: self._check_limit()
-    else: self.index  # noqa: B018  an index that is missing or bad is told now
-
-  def _check_limit(self):
     largest = int((self.index.raw_size + self.index.zip_size).max(initial=0))
-    disk = os.statvfs(self.root)
-    most = min(self.limit[0], int(disk.f_blocks * disk.f_frsize * (1 - self.limit[1])))
-    if most < largest: raise ValueError(f"{self.where}: cache_limit leaves {most} bytes for {self.root}, its largest shard takes {largest}: "
-                                        f"the smallest limit that works is {largest}")
+    if self.place is None and self.limit != UNLIMITED:
+      disk = os.statvfs(self.root)
+      most = min(self.limit[0], int(disk.f_blocks * disk.f_frsize * (1 - self.limit[1])))
+      if most < largest: raise ValueError(f"{self.where}: cache_limit leaves {most} bytes for {self.root}, its largest shard takes {largest}: "
+                                          f"the smallest limit that works is {largest}")
 
   def _init(self): self._count, self._counts = threading.Lock(), dict.fromkeys(("fetched_bytes", "fetched_shards", "hits", "evicted"), 0)
   def __repr__(self) -> str: return f"Store({self.where!r}{'' if self.place else f', {self.root!r}'})"
@@ -302,18 +302,19 @@ class Store:
     if not (stamp := self._stamp(raw, paths)): return None
     if self.folder.row(self.table, shard)[1] not in ((stamp,) if self.validate_hash else (stamp, -stamp)): return None
     if self.limit != UNLIMITED: self.folder.row(self.table, shard, time.time_ns())
-    self._add(hits=1)
     return paths
 
   def paths(self, shard:int, use:Callable[[tuple[str, ...]], Any]=lambda paths: paths) -> Any:
     """The raw files of a shard on this disk, (data,) or (data, meta), fetched and verified when they are not there. `use(paths)`, whose result is
     given back, may count on them being there. Raises RemoteError, FormatError or OSError (disk full) when they cannot be had."""
     if (found := self._find(shard)) is not None:
+      self._add(hits=1)
       with contextlib.suppress(FileNotFoundError): return use(found)
     while True:
       try:
         with self.folder.lock(f"{self.table}.{shard}"):             # which also keeps it from being evicted
-          return use(self._find(shard) or self._have(shard))
+          if (found := self._find(shard)) is not None: self._add(hits=1)
+          return use(found or self._have(shard))
       except Busy as e:
         with self.folder.lock(str(e)): pass
 
@@ -411,8 +412,10 @@ class Store:
     """A shard mapped with its head and at least `rows` (int64[n]) present, fetched by ranges. None when the whole shard is on this disk, or is better
     fetched whole: it is compressed or in two files, most of it would be present, or the remote has no ranges."""
     raw, zipped, _ = self.index.files(shard)
-    n, rows, path = int(self.index.samples[shard]), np.unique(rows), self.folder.part(self.table, shard)
-    if self.remote.kind == "file" or zipped or len(raw) > 1 or not self.ranges or 2 * len(rows) > n or self._stamp(raw, self._local(raw)): return None
+    rows = np.unique(rows)
+    if self.remote.kind == "file" or zipped or len(raw) > 1 or not self.ranges or 2 * len(rows) > self.index.samples[shard]: return None
+    if self._stamp(raw, self._local(raw)): return None
+    path = self.folder.part(self.table, shard)
     with self.folder.lock(f"{self.table}.{shard}.part"):
       try: return self._map(shard, (path,)) if self._rows(path, shard, raw[0], rows, map) else None
       except Busy: return None
