@@ -91,7 +91,7 @@ def slow_lanes(count, key, seed, epoch, lanes, algo, block, stream, copy, unit):
       placed, begin = [], 0
       for number, ((p, _), js, k) in enumerate(zip(parts, inner, keys)):
         n, h = len(js), hash64(k, "place")
-        w = max(n, block * 3 // 4 + ((h >> 32) * (block // 2 + 1) >> 32))
+        w = max(n, block)
         left = 2 * max(2 * begin + n - w, 0)
         w = 2 * min(2 * begin + n + w, 2 * L) - left
         shift = 32 - (w // n).bit_length()
@@ -233,7 +233,7 @@ class TestOrder(unittest.TestCase):
     self.assertTrue((lo >= 0).all() and (hi <= o.length).all() and (hi[o.count == 0] == 0).all() and (lo[o.count == 0] == 0).all())
 
   def test_reach_is_near_the_truth(self):
-    for algo, factor in ((None, 1), ("py1s", 1), ("py1e", 1.25), ("py1b", 1.5), ("py1br", 1.5)):
+    for algo, factor in ((None, 1), ("py1s", 1), ("py1e", 1.15), ("py1b", 1.5), ("py1br", 1.5)):
       for lanes in (1, 4):
         o = make([500] * 800, algo=algo, lanes=lanes, block=20_000)
         lo, hi = o.reach()
@@ -286,9 +286,9 @@ class TestOrder(unittest.TestCase):
   def test_py1e_is_even(self):
     o = make([1000] * 400, algo="py1e", block=20_000)
     piece, _ = o.take(np.arange(o.length))
-    for a in range(40_000, 360_000, 20_000):
-      n = np.bincount(piece[a:a + 1000], minlength=400)
-      self.assertLessEqual(n.max(), 1000 // 20 * 2)  # at most the denser neighbours' share: an even spread, no cluster
+    for a in range(40_500, 360_000, 10_000):  # away from the ends 20 shards at a time, each with its share to the sample or two
+      n = np.sort(np.bincount(piece[a:a + 1000], minlength=400))
+      self.assertTrue(n[-20] >= 48 and n[-1] <= 52 and n[-22] <= 2, n[-24:])
 
   def test_copies_come_rounds_apart(self):
     shard, copy = np.repeat(np.arange(20), 4), np.tile(np.arange(4), 20).astype(np.int32)

@@ -99,7 +99,7 @@ class Order:
   count int64[P]; key uint64[P] names the shard a piece is of and is equal for copies of one shard, which `copy` int32[P] numbers; the pieces of
   each `stream` int32[P] are spread evenly. `block` is the shuffle window in samples; lanes take turns by `unit` samples.
   py1s, py2s: the samples of each shard (py2s: of the whole shard once for all, before lanes cut it, then as py1s); py1b, py1br: then those of
-  blocks, fixed or of random size; py1e: every sample within about half a block of its shard, shards evenly spaced; py1e-iid: the same at
+  blocks, fixed or of random size; py1e: the samples of each shard are spread evenly over a block around it; py1e-iid: the same at
   independent places; naive: all samples of a lane; None: the order given. Raises ValueError."""
   def __init__(self, count:np.ndarray, key:np.ndarray, *, seed:int, epoch:int, lanes:int=1, algo:str|None="py1e", block:int|None=None,
                stream:np.ndarray|None=None, copy:np.ndarray|None=None, unit:int=1):
@@ -203,7 +203,7 @@ class Order:
     elif self.algo == "py1e": a, z = self._windows(lane, lo, size)
     elif self.algo == "py1e-iid":
       # without a count of the samples inside: as if none, then as if all of every other window met had come before
-      far = self.block * 5 // 4 + 4
+      far = self.block + 2
       a = self.off[np.searchsorted(self.off, np.maximum(lo + a - far, lo), "right") - 1] - lo
       z = self.off[np.searchsorted(self.off, np.minimum(lo + z + far, lo + size), "left")] - lo
     start, stop = np.full(len(self.count), self.length), np.zeros(len(self.count), np.int64)
@@ -279,16 +279,15 @@ class Order:
 
   def _places(self, a:int, z:int, lo:np.ndarray|int, hi:np.ndarray|int):
     """Of parts a to z of lanes that are [lo, hi) of the line: sizes, hashes, and where on the grid each one's window begins and how wide it is."""
-    n, h = np.diff(self.off[a:z + 1]), hash64(self.key[a:z], "place")
-    w = np.maximum(n, self.block * 3 // 4 + ((h >> U64(32)) * U64(self.block // 2 + 1) >> U64(32)).astype(np.int64))
-    mid = self.off[a:z] + self.off[a + 1:z + 1] - 2 * lo
+    n = np.diff(self.off[a:z + 1])
+    w, mid = np.maximum(n, self.block), self.off[a:z] + self.off[a + 1:z + 1] - 2 * lo
     left = 2 * np.maximum(mid - w, 0)
-    return n, h.astype(U32), left, 2 * np.minimum(mid + w, 2 * (hi - lo)) - left
+    return n, hash64(self.key[a:z], "place").astype(U32), left, 2 * np.minimum(mid + w, 2 * (hi - lo)) - left
 
   def _probe(self, lane:int, t0:int, t1:int):
     """The entries [start, stop) of a lane whose places are in [t0, t1), and a function that makes them."""
     lo, hi = int(self.cuts[lane]), int(self.cuts[lane + 1])
-    far = self.block * 5 // 8 + 2  # no window is wider than 5/4 block unless its part is
+    far = self.block // 2 + 1  # no window is wider than a block unless its part is
     a = max(int(self.ends[lane]), int(np.searchsorted(self.off, lo + t0 // 4 - far, "right")) - 1)
     z = min(int(self.ends[lane + 1]), int(np.searchsorted(self.off, lo + t1 // 4 + far, "left")))
     n, h, left, w = self._places(a, z, lo, hi)
