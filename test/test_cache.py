@@ -582,6 +582,21 @@ class TestPart(CacheCase):
     for part, (k, rows) in zip(open_shards([(s, k, np.array(rows)) for k, rows in wants.items()]), wants.items()):
       self.assertEqual([part.sample(r) for r in rows], [{"n": first[k] + r, "t": str(first[k] + r) * ((first[k] + r) % 97)} for r in rows])
     self.assertLess(self.server.sent, int(s.index.raw_size.sum()) // 8)
+  def test_waits_for_what_is_on_its_way(self):
+    with self.s.folder.lock(f"{self.s.table}.1"):
+      self.assertIsNone(self.s.part(1, np.array([5])))
+      self.assertEqual(self.ids(self.s.part(1, np.array([5]), urgent=True), [5]), [205])
+  def test_fetcher_leaves_thin_pieces_to_it(self):
+    write(self.path("r", "z"), shards=1, rows=200, size=2000, compression="gz")
+    f = Fetcher([self.s, z := self.store(split="z")])
+    n = np.arange(4)
+    f.feed(n // 3, n % 3, n, n + 1, np.array([2, 100, 101, 2]))
+    with f.change: self.assertTrue(f.change.wait_for(lambda: f.next == 4 and not f.active, 60))
+    f.close()
+    self.assertEqual((self.s.stats()["fetched_shards"], z.stats()["fetched_shards"]), (1, 1))    # of the second, one row too many is used
+    self.server.reset_counts()
+    self.assertEqual(self.ids(self.s.part(0, np.array([3])), [3]), [3])
+    self.assertEqual(self.server.sent, 2008)                        # its head was here
   def test_many_at_once(self):
     self.server.fault = lambda req: Fault(latency=0.05)
     got = open_shards([(self.s, k, np.array([k, 50 + k])) for k in range(3)])

@@ -408,13 +408,15 @@ class Store:
     return self.paths(shard, lambda paths: self._map(shard, paths))
 
   # some rows of a shard
-  def part(self, shard:int, rows:np.ndarray, map=map) -> Shard|None:  # noqa: A002
-    """A shard mapped with its head and at least `rows` (int64[n]) present, fetched by ranges. None when the whole shard is on this disk, or is better
-    fetched whole: it is compressed or in two files, most of it would be present, or the remote has no ranges."""
+  def part(self, shard:int, rows:np.ndarray, urgent:bool=False, map=map) -> Shard|None:  # noqa: A002
+    """A shard mapped with its head and at least `rows` (int64[n]) present, fetched by ranges. None when the whole shard is on this disk or (unless
+    `urgent`) on its way, or is better fetched whole: it is compressed or in two files, most of it would be present, or the remote has no ranges."""
     raw, zipped, _ = self.index.files(shard)
-    rows = np.unique(rows)
+    rows = np.unique(rows).astype(np.int64)
     if self.remote.kind == "file" or zipped or len(raw) > 1 or not self.ranges or 2 * len(rows) > self.index.samples[shard]: return None
     if self._stamp(raw, self._local(raw)): return None
+    with self.folder.lock(f"{self.table}.{shard}", wait=False) as idle:
+      if not idle and not urgent: return None
     path = self.folder.part(self.table, shard)
     with self.folder.lock(f"{self.table}.{shard}.part"):
       try: return self._map(shard, (path,)) if self._rows(path, shard, raw[0], rows, map) else None
@@ -483,13 +485,13 @@ class Store:
     except (FileNotFoundError, FormatError, RemoteError): return False
     return True
 
-def open_shards(wants:list[tuple[Store, int, np.ndarray|None]], threads:int=16) -> list[Shard]:
+def open_shards(wants:list[tuple[Store, int, np.ndarray|None]], urgent:bool=False, threads:int=16) -> list[Shard]:
   """Map many shards at once, those that are not on this disk fetched in parallel: (store, shard, rows) with the rows wanted, int64[n], where a
-  part of the shard will do, None for the whole."""
+  part of the shard will do, None for the whole. A part must not be kept for other rows; `urgent` as for Store.part()."""
   with ThreadPoolExecutor(threads) as shards, ThreadPoolExecutor(threads) as ranges:
     def one(want) -> Shard:
       store, shard, rows = want
-      return rows is not None and store.part(shard, rows, ranges.map) or store.open(shard)
+      return rows is not None and store.part(shard, rows, urgent, ranges.map) or store.open(shard)
     return list(shards.map(one, wants))
 
 class Fetcher:
@@ -508,19 +510,22 @@ class Fetcher:
     self.threads = [threading.Thread(target=self._run, name=f"streaming-fetch-{i}", daemon=True) for i in range(self.most)]
     for t in self.threads: t.start()
 
-  def feed(self, store:np.ndarray, shard:np.ndarray, lo:np.ndarray, hi:np.ndarray) -> None:
+  def feed(self, store:np.ndarray, shard:np.ndarray, lo:np.ndarray, hi:np.ndarray, count:np.ndarray|None=None) -> None:
     """The pieces to come, int64[n] each: number of the store, shard, and the positions [lo, hi) between which it is used, counted on from one epoch
-    to the next. Replaces the pieces before; what lies farther than they reach is evicted first."""
+    to the next. Replaces the pieces before; what lies farther than they reach is evicted first. With `count`, the samples that are used of each,
+    only the heads are fetched of shards of which at most half is used, where Store.part() can have the rest."""
     order = np.argsort(lo, kind="stable")
     store, shard, lo, hi = (np.asarray(x, np.int64)[order] for x in (store, shard, lo, hi))
-    sizes, runs, positions = np.zeros(len(order), np.int64), contextlib.ExitStack(), []
+    sizes, thin = np.zeros(len(order), np.int64), np.zeros(len(order), bool)
+    runs, positions = contextlib.ExitStack(), []
     for i, s in enumerate(self.stores):
       mine = store == i
-      sizes[mine] = s.index.raw_size[shard[mine]]
+      if count is not None: thin[mine] = 2 * count[order][mine] <= s.index.samples[shard[mine]]
+      sizes[mine] = np.where(thin[mine], 0, s.index.raw_size[shard[mine]])
       if s.limit != UNLIMITED: positions.append(runs.enter_context(s.folder.run(s.table, self.position, shard[mine], lo[mine], hi[mine])))
     self.runs.close()
     with self.change:
-      self.store, self.shard, self.lo, self.hi, self.runs, self.positions = store, shard, lo, hi, runs, positions
+      self.store, self.shard, self.lo, self.hi, self.thin, self.runs, self.positions = store, shard, lo, hi, thin, runs, positions
       self.bytes, self.next, self.full = np.concatenate([[0], np.cumsum(sizes)]), 0, False
       self.change.notify_all()
 
@@ -549,10 +554,11 @@ class Fetcher:
         while not self.stop.is_set() and (i := self._pick()) is None: self.change.wait()
         if self.stop.is_set(): return
         store, shard, before = self.stores[self.store[i]], int(self.shard[i]), max(0, int(self.lo[i]) - self.position)
-        pressure, feed = store.remote.pressure, self.lo
+        pressure, feed, thin = store.remote.pressure, self.lo, self.thin[i]
         self.active += 1
       room = True
-      with contextlib.suppress(Exception): room = store.warm(shard, before, self.stop)     # who reads it gets the error
+      with contextlib.suppress(Exception):                          # who reads it gets the error
+        if not (thin and store.part(shard, np.zeros(0))): room = store.warm(shard, before, self.stop)
       with self.change:
         self.active -= 1
         if not room and feed is self.lo: self.next, self.full = min(self.next, i), True
