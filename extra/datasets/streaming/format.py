@@ -30,18 +30,18 @@ def hasher(algo:str):
   if algo not in HASHES: raise ValueError(f"unknown hash {algo!r}, have {', '.join(HASHES)}")
   return getattr(need("xxhash", "hash"), algo)() if algo.startswith("xxh") else hashlib.new(algo, usedforsecurity=False)
 
-def digests(algos, path:str) -> dict[str, str]:
-  """Hash a file with each of `algos` in one pass."""
+def digests(algos:Iterable[str], data:str|bytes) -> dict[str, str]:
+  """Hash bytes, or the file at a path, with each of `algos` in one pass, to lower-case hex."""
   hs = {algo: hasher(algo) for algo in algos}
-  with open(path, "rb") as f:
-    while block := f.read(1 << 20):
+  with open(data, "rb") if isinstance(data, str) else io.BytesIO(data) as f:
+    while hs and (block := f.read(1 << 20)):
       for h in hs.values(): h.update(block)
   return {algo: h.hexdigest() for algo, h in hs.items()}
 
 def verify(path:str, file:"File", where:str, hashes:bool=True):
   """Check the size of a file, and with `hashes` each hash the index has for it. Raises FormatError."""
   if (size := os.stat(path).st_size) != file.size: raise FormatError(f"{where}: {file.name} has {size} bytes, its index says {file.size}")
-  for algo, hexa in digests(file.hashes, path).items() if hashes and file.hashes else ():
+  for algo, hexa in digests(file.hashes, path).items() if hashes else ():
     if hexa != file.hashes[algo]: raise FormatError(f"{where}: {file.name} has {algo} {hexa}, its index says {file.hashes[algo]}")
 
 def codec(compression:str) -> tuple[str, int]:
@@ -469,6 +469,7 @@ def _layout(schema:Schema) -> tuple[list[int], list[int], Callable]:
 
 class Shard:
   """A shard on this disk, mapped and checked against its index. `data` is its (data) file as uint8. Raises FormatError when it is not whole."""
+  partial = False   # some rows may not be there: it is for the rows that it was opened for
   def __init__(self, paths:tuple[str, ...], schema:Schema, samples:int, where:str):
     self.schema, self.samples, self.where, self._plans, self._places = schema, samples, where, {}, {}
     self._variable, self._constant, self._lengths = _layout(schema)
@@ -583,8 +584,7 @@ class Shard:
 
 # *** writing ***
 
-BLOCK = 1 << 24  # rows gather in blocks of memory of this size: large ones, for huge pages
-SPILL = 1 << 26  # bytes of a shard that wait in memory before they go to an unnamed file
+BLOCK = 1 << 20  # rows gather in memory up to this size before they go to the shard's file
 SHARD_NAME = re.compile(r"(?P<stem>shard\.(?P<number>\d{5,})\.(?:mds|json|csv|tsv|xsv))(?:\.meta)?(?:\.(?:br|bz2|gz|snappy|zstd))?")
 
 def parse_size(size:int|str|None) -> int|None:
@@ -605,9 +605,10 @@ def write_atomic(path:str, data:bytes):
     raise
 
 class _Writer:
-  """What the writers share: `write` encodes and rows gather in memory, threads beside the caller hash, compress, write and upload full shards, and
-  `finish` puts the index in place, last."""
+  """What the writers share: `write` encodes rows into a shard's temporary file, threads beside the caller turn full ones into shards (head, hashes,
+  compression, upload), and `finish` puts the index in place, last."""
   _slow = False  # whether values take long to encode, as images do: then write_batch encodes them in the threads too
+  _stride = 0    # bytes of a row where all rows have the same
 
   def __init__(self, out, form:str, config:dict, *, compression:str|None=None, hashes:Iterable[str]|None=None, size_limit:int|str|None="64mb",
                exist_ok:bool=False, append:bool=False, workers:int|None=None):
@@ -623,6 +624,8 @@ class _Writer:
     self._line = self._schema.line()
     self._extra, self._base = (0, 0) if form in TEXT else (4, 8 + len(self._header))  # what counts towards the limit beside the rows
     self._limit = min(self._config["size_limit"] or CAP, CAP - len(self._line))
+    # where rows begin in the temporary file: if the head turns out that long, as a text shard's and a full one's of fixed rows do, that is the shard
+    self._gap = len(self._line) if form in TEXT else self._base + 4 * max(1, (self._limit - self._base) // (self._stride + 4)) if self._stride else 0
     self.rows, self._closed, self._jobs, self._made, self._entries, self._old = 0, False, deque(), [], [], []
     local, url = out if isinstance(out, (tuple, list)) else (None, out) if "://" in os.fspath(out) else (out, None)
     self.remote:Any = None
@@ -631,7 +634,6 @@ class _Writer:
       self.remote = Remote(url)
     self.local, self._scratch = None if local is None else os.path.expanduser(os.fspath(local)), None
     self._number = self._claim(exist_ok, append)
-    self._block, self._used = memoryview(b""), 0
     self._start()
     self._pool = ThreadPoolExecutor(self._workers, "streaming-writer")
 
@@ -643,7 +645,8 @@ class _Writer:
     if (there or far) and not (exist_ok or append):
       raise FileExistsError(f"{self.local if there else self.remote.where} is not empty, it has {there[0] if there else far}: exist_ok=True replaces "
                             "the dataset there, append=True adds to it")
-    numbers = [int(m["number"]) for n in there if (m := SHARD_NAME.fullmatch(n))]
+    shards = {n: int(m["number"]) for n in there if (m := SHARD_NAME.fullmatch(n.removeprefix(".").removesuffix(".tmp")))}
+    numbers = list(shards.values())
     if append and (index or far):
       from .remote import Remote
       place = Remote(self.local) if index else self.remote
@@ -657,11 +660,11 @@ class _Writer:
     os.makedirs(self.local, exist_ok=True)
     if exist_ok:
       for n in sorted(there, key=lambda n: n not in INDEXES):  # the index first: what it lists is whole while it is there
-        if n in INDEXES or SHARD_NAME.fullmatch(n): os.remove(os.path.join(self.local, n))
+        if n in INDEXES or n in shards: os.remove(os.path.join(self.local, n))
     return max(numbers, default=-1) + 1 if append else 0
 
-  # a shard in the making: the sizes of its rows, and their bytes in an unnamed file (if they are many), in pieces of blocks, and in block[from:used]
-  def _start(self): self._sizes, self._pieces, self._spool, self._held, self._bytes, self._from = array("I"), deque(), None, 0, self._base, self._used
+  def _start(self):
+    self._sizes, self._spool, self._block, self._used, self._bytes = array("I"), None, np.empty(BLOCK, np.uint8).data, 0, self._base
 
   def _row(self, sample:dict[str, Any], row:int) -> bytes: raise NotImplementedError
 
@@ -675,7 +678,7 @@ class _Writer:
     counts = {n: len(batch[n]) for n in self._schema.names}
     if len(set(counts.values())) > 1: raise ValueError(f"row {self.rows}: columns differ in their number of rows: {counts}")
     samples = (dict(zip(counts, values)) for values in zip(*(batch[n] for n in counts)))
-    for row in list((self._pool.map if self._slow else map)(self._row, samples, itertools.count(self.rows))): self._add(row)
+    for row in list((self._pool.map if self._slow and self._workers > 1 else map)(self._row, samples, itertools.count(self.rows))): self._add(row)
 
   def _bad(self, sample:dict[str, Any], row:int, column:str, e:Exception) -> Exception:
     if column not in sample: return ValueError(f"row {row}: no value for column {column!r}")
@@ -684,7 +687,7 @@ class _Writer:
   def _add(self, row:bytes):
     if self._closed: raise RuntimeError(f"the writer of {self.local} is closed")
     size = len(row)
-    if self._bytes + size + self._extra > self._limit: self._full(size + self._extra)
+    if self._bytes + size + self._extra > self._limit: self._end(size + self._extra)
     if (stop := self._used + size) > len(self._block):
       self._grow(size)
       stop = size
@@ -692,27 +695,24 @@ class _Writer:
     self._sizes.append(size)
     self._used, self._bytes, self.rows = stop, self._bytes + size + self._extra, self.rows + 1
 
-  def _full(self, size:int):
+  def _end(self, size:int):
     """Before a row that would pass the limit: end the shard. A row larger than the limit has a shard to itself."""
     if self._sizes: self._flush()
     if self._base + size + len(self._line) > CAP: raise ValueError(f"row {self.rows}: {size} bytes do not fit a shard of 4 GiB")
 
-  def _cut(self):
-    if self._used > self._from: self._pieces.append(self._block[self._from:self._used])
-    self._held, self._from = self._held + self._used - self._from, self._used
-
   def _grow(self, size:int):
-    """A new block, of `size` bytes at least."""
-    self._cut()
-    if self._held > SPILL:
-      self._spool, self._held = self._spool or tempfile.TemporaryFile(dir=self.local), 0
-      while self._pieces: self._spool.write(self._pieces.popleft())
-    self._block, self._from, self._used = np.empty(max(size, BLOCK), np.uint8).data, 0, 0
+    """Make room for `size` bytes in memory."""
+    if self._spool is None:
+      self._spool = open(path := os.path.join(self.local, f".shard.{self._number:05}.{self._schema.format}.tmp"), "x+b")
+      self._made.append(path)
+      self._spool.seek(self._gap)
+    self._spool.write(self._block[:self._used])
+    if size > len(self._block): self._block = np.empty(size, np.uint8).data
+    self._used = 0
 
   def _flush(self):
-    self._cut()
     while len(self._jobs) >= self._workers: self._collect()
-    self._jobs.append(self._pool.submit(self._finish_shard, self._number, self._sizes, self._pieces, self._spool))
+    self._jobs.append(self._pool.submit(self._finish_shard, self._number, self._sizes, self._spool, self._block[:self._used]))
     self._number += 1
     self._start()
 
@@ -720,42 +720,48 @@ class _Writer:
     self._entries.append(self._jobs[0].result())  # one that failed stays, so that no later call passes it over
     self._jobs.popleft()
 
-  def _finish_shard(self, number:int, sizes:array, pieces:deque, spool) -> dict:
-    def body():
-      if spool is not None:
-        with spool:
-          spool.seek(0)
-          while block := spool.read(1 << 20): yield block
-      while pieces: yield pieces.popleft()
-    def counts(first:int) -> bytes: return np.cumsum(np.concatenate([[first], np.frombuffer(sizes, np.uint32)])).astype("<u4").tobytes()
-    form, n = self._schema.format, np.array([len(sizes)], "<u4").tobytes()
+  def _finish_shard(self, number:int, sizes:array, spool, tail:memoryview) -> dict:
+    def counts(first:int) -> bytes:
+      offsets = np.cumsum(np.concatenate([[first], np.frombuffer(sizes, np.uint32)]))
+      return np.concatenate([[len(sizes)], offsets]).astype("<u4").tobytes()
+    form = self._schema.format
     entry, name = {**self._config, "samples": len(sizes)}, f"shard.{number:05}.{form}"
-    if form == "mds": self._store(entry, "data", name, n + counts(8 + 4 * len(sizes) + len(self._header)) + self._header, body())
+    if form == "mds": self._store(entry, "data", name, counts(8 + 4 * len(sizes) + len(self._header)) + self._header, spool, tail)
     else:
-      self._store(entry, "data", name, self._line, body())
-      self._store(entry, "meta", f"{name}.meta", n + counts(len(self._line)) + self._header, ())
+      self._store(entry, "data", name, self._line, spool, tail)
+      self._store(entry, "meta", f"{name}.meta", counts(len(self._line)) + self._header, None, memoryview(b""))
     return entry
 
-  def _store(self, entry:dict, part:str, name:str, head:bytes, body:Iterable):
-    """Write a file, or its compressed form, and put both in the entry."""
-    def tell(name:str, chunks:Iterable, sink:Callable) -> dict:
-      hashes, size = {algo: hasher(algo) for algo in self._config["hashes"]}, 0
-      for c in chunks:
-        size += len(c)
-        sink(c)
-        for h in hashes.values(): h.update(c)
-      return {"basename": name, "bytes": size, "hashes": {algo: h.hexdigest() for algo, h in hashes.items()}}
-    def keep(name:str, chunks:Iterable) -> dict:
-      with open(path := os.path.join(self.local, name), "xb") as f:
-        self._made.append(path)
-        told = tell(name, chunks, f.write)
-      if self.remote is not None: self._upload(path, name, told["bytes"])
-      return told
-    chunks = itertools.chain((head,), body)
-    if (how := self._config["compression"]) is None: entry[f"raw_{part}"], entry[f"zip_{part}"] = keep(name, chunks), None
-    else:
-      entry[f"raw_{part}"] = tell(name, chunks, (raw := bytearray()).extend)
-      entry[f"zip_{part}"] = keep(f"{name}.{codec(how)[0]}", (compress(how, raw),))
+  def _store(self, entry:dict, part:str, name:str, head:bytes, spool, tail:memoryview):
+    """Make the file of a head, the rows in the temporary file and those in memory, or its compressed form, and put both in the entry."""
+    how, path = self._config["compression"], os.path.join(self.local, name)
+    def blocks():
+      yield head
+      if spool is not None:
+        spool.seek(self._gap)
+        while block := spool.read(1 << 20): yield block
+      yield tail
+    if how is not None:
+      raw = b"".join(blocks())
+      entry[f"raw_{part}"] = {"basename": name, "bytes": len(raw), "hashes": digests(self._config["hashes"], raw)}
+      name, path = (f"{x}.{codec(how)[0]}" for x in (name, path))
+    with open(path, "xb") as f:
+      self._made.append(path)
+      if how is not None: f.write(compress(how, raw))
+      elif spool is None or len(head) != self._gap: f.writelines(blocks())
+      else:
+        spool.write(tail)
+        spool.seek(0)
+        spool.write(head)
+        spool.flush()
+        os.replace(spool.name, path)
+    if spool is not None:
+      spool.close()
+      if os.path.exists(spool.name): os.remove(spool.name)
+    told = {"basename": name, "bytes": (size := os.path.getsize(path)), "hashes": digests(self._config["hashes"], path)}
+    if self.remote is not None: self._upload(path, name, size)
+    if how is None: entry[f"raw_{part}"], entry[f"zip_{part}"] = told, None
+    else: entry[f"zip_{part}"] = told
 
   def _upload(self, path:str, name:str, size:int):
     self.remote.put(path, name)
@@ -842,7 +848,7 @@ class MDSWriter(_Writer):
     at, size = 0, self._stride + 4
     while at < count:
       if (room := (self._limit - self._bytes) // size) < 1:
-        self._full(size)
+        self._end(size)
         room = max(1, (self._limit - self._bytes) // size)
       if self._used + self._stride > len(self._block): self._grow(self._stride)
       n, offset = min(room, count - at, (len(self._block) - self._used) // self._stride), self._used
