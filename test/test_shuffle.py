@@ -60,7 +60,7 @@ def slow_lanes(count, key, seed, epoch, lanes, algo, block, stream, copy, unit):
     mine = samples[at:at + turns.count(lane)]
     at += len(mine)
     parts = [(p, [j for q, j in mine if q == p]) for p in dict.fromkeys(p for p, _ in mine)]
-    part_key = lambda x: hash64(run, key[x[0]], *([] if copy is None else [copy[x[0]]]), x[1][0])  # noqa: E731
+    part_key = lambda x: hash64(run, key[x[0]], copies[x[0]], x[1][0])  # noqa: E731
     if algo is not None:
       parts.sort(key=lambda x: (streams[x[0]], copies[x[0]], part_key(x)))
       if stream is not None:
@@ -156,8 +156,8 @@ class TestHash(unittest.TestCase):
   def test_bits_flip(self):
     x = np.arange(4096)
     for bit in range(0, 63, 7):
-      flips = np.bitwise_count(hash64(x) ^ hash64(x ^ (1 << bit)))
-      self.assertAlmostEqual(flips.mean(), 32, delta=0.5)
+      flips = np.unpackbits((hash64(x) ^ hash64(x ^ (1 << bit))).view(np.uint8))
+      self.assertAlmostEqual(flips.mean(), 0.5, delta=0.01)
 
 class TestPermute(unittest.TestCase):
   def test_is_a_bijection_and_equals_the_slow_one(self):
@@ -321,7 +321,7 @@ class TestOrder(unittest.TestCase):
     for kw, text in ((dict(algo="py3"), "py3"), (dict(lanes=0), "num_canonical_nodes"), (dict(block=0), "shuffle_block_size"),
                      (dict(block=1 << 30), "shuffle_block_size")):
       with self.assertRaisesRegex(ValueError, text): make([1], **kw)
-    with self.assertRaisesRegex(ValueError, "piece 1 has"): make([1, 1 << 30])
+    with self.assertRaisesRegex(ValueError, f"{1 << 30} samples"): make([1, 1 << 30])
     for pos in (-1, 3):
       with self.assertRaisesRegex(IndexError, "3"): make([3]).take(np.array([pos]))
 

@@ -108,40 +108,36 @@ class Order:
     self.algo, self.lanes, self.unit, self.block = algo, lanes, unit, default_block(lanes) if block is None else block
     if not 1 <= self.block <= 1 << 29: raise ValueError(f"shuffle_block_size must be from 1 to 2**29, not {self.block} (for more there is naive)")
     count = np.asarray(count, np.int64)
-    if len(count) and count.max() >= 1 << 30: raise ValueError(f"piece {count.argmax()} has {count.max()} samples, the most is 2**30 - 1")
-    self.seed, self.count, self.ident, self.run = seed, count, key, hash64(seed, epoch)
-    keep = np.flatnonzero(count)
-    self.length = int(count.sum())
+    if count.max(initial=0) >= 1 << 30: raise ValueError(f"a piece has {count.max()} samples, the most is 2**30 - 1")
+    self.seed, self.count, self.ident, self.run, self.length = seed, count, key, hash64(seed, epoch), int(count.sum())
     self.cuts = np.append(0, np.cumsum(lane_length(self.length, lanes, unit)))
+    streams = np.zeros(len(count), np.int32) if stream is None else stream
+    copies = np.zeros(len(count), np.int32) if copy is None else copy
+
+    # the layout of the run, which no epoch changes: shards by a hash, copies of a shard together, streams spread
+    line = np.flatnonzero(count)
     if algo is not None:
-      # the layout of the run, which no epoch changes: shards by a hash, copies of a shard together, streams spread
-      h = hash64(seed, "layout", key[keep])
-      by = keep[np.lexsort([c[keep] for c in (copy, key) if c is not None] + [h] + [c[keep] for c in (stream,) if c is not None])]
+      line = line[np.lexsort((copies[line], key[line], hash64(seed, "layout", key[line]), streams[line]))]
       if stream is not None:
-        head = np.flatnonzero(np.append(True, (np.diff(key[by]) != 0) | (np.diff(stream[by]) != 0)))[:len(by)]
-        due = _due(count[by], stream[by], hash64(seed, "due", key[by]))
-        by = by[np.argsort(np.repeat(due[head], np.diff(np.append(head, len(by)))), kind="stable")]
-      keep = by
-    off = np.cumsum(count[keep]) - count[keep]
+        due, same = _due(count[line], streams[line], hash64(seed, "due", key[line])), np.arange(len(line))
+        same[1:][(np.diff(key[line]) == 0) & (np.diff(streams[line]) == 0)] = 0  # all copies are due when the first one is
+        line = line[np.argsort(due[np.maximum.accumulate(same)], kind="stable")]
+    off = np.cumsum(count[line]) - count[line]
     cut = np.unique(self.cuts[1:-1])
     before = np.searchsorted(off, cut)
     new = (cut < self.length) & (np.append(off, self.length)[before] != cut)
     start = np.insert(off, before[new], cut[new])
     part = np.searchsorted(off, start, "right") - 1
-    piece, first, n = keep[part], start - off[part], np.diff(np.append(start, self.length))
+    piece, first, n = line[part], start - off[part], np.diff(np.append(start, self.length))
+
+    # the epoch's order inside each lane: rounds of copies, shards by another hash, streams spread again
     lane = np.searchsorted(self.cuts, start, "right") - 1
-    self.key = hash64(self.run, key[piece], *(() if copy is None else (copy[piece],)), first)
-    if algo is not None:
-      # the epoch's order inside each lane: rounds of copies, shards by another hash, streams spread again
-      groups = [c[piece] for c in (copy, stream) if c is not None] + [lane]
-      by = np.lexsort([self.key] + groups)
-      if stream is not None:
-        due = _due(n[by], lane[by] * (int(stream.max(initial=0)) + 1) + stream[piece[by]], hash64(self.key[by], "due"))
-        by = by[np.lexsort([due, lane[by]])]
-      piece, first, n, self.key = piece[by], first[by], n[by], self.key[by]
-    elif copy is not None:  # rounds of copies inside each lane
-      by = np.lexsort([copy[piece], lane])
-      piece, first, n, self.key = piece[by], first[by], n[by], self.key[by]
+    self.key = hash64(self.run, key[piece], copies[piece], first)
+    by = np.lexsort((self.key, copies[piece], streams[piece], lane) if algo is not None else (copies[piece], lane))
+    if stream is not None and algo is not None:
+      due = _due(n[by], lane[by] * (int(streams.max(initial=0)) + 1) + streams[piece[by]], hash64(self.key[by], "due"))
+      by = by[np.lexsort((due, lane[by]))]
+    piece, first, n, self.key = piece[by], first[by], n[by], self.key[by]
     self.key = hash64(self.key, "part")  # what sorted the pieces must not be seen inside them
     self.piece, self.first, self.off = piece, first, np.append(0, np.cumsum(n))
     self.ends = np.searchsorted(self.off, self.cuts)  # lane c holds parts ends[c]:ends[c+1]
