@@ -56,6 +56,13 @@ def cold(d:str, url:str, shards:int):
   say("cold, 2 readers and the fetcher", shards * PER_SHARD / (got[-1][1] - start), "samples/s", limit, "16 plain downloads at once")
   say("  first shard", got[0][1] - start, "s", 0.25, "0.25 s")
 
+def first(d:str, url:str, shards:int):
+  rng, start = np.random.default_rng(0), time.perf_counter()
+  store = Store(url, f"{d}/first")
+  wants = [(store, k, rng.integers(0, PER_SHARD, 1)) for k in rng.permutation(shards)[:BATCH].tolist()]
+  for (_, _, rows), shard in zip(wants, open_shards(wants, urgent=True)): shard.sample(int(rows[0]))
+  say(f"index and {len(wants)} rows of as many shards, cold", time.perf_counter() - start, "s", 0.25, "0.25 s")
+
 def loader(d:str, url:str, shards:int):
   for name, local in (("cold", "loader"), ("second run", "loader")):
     start = time.perf_counter()
@@ -126,6 +133,7 @@ if __name__ == "__main__":
     write(f"{tmp}/data", count, PER_SHARD, SAMPLE)
     with server_process(f"{tmp}/data", latency=LATENCY) as at:
       cold(tmp, at, count)
+      first(tmp, at, count)
       loader(tmp, at, count)
     once(tmp, count)
     eviction(tmp, count)

@@ -304,6 +304,10 @@ class Store:
     if self.limit != UNLIMITED: self.folder.row(self.table, shard, time.time_ns())
     return paths
 
+  def has(self, shard:int) -> bool:
+    """Whether the shard is on this disk, verified."""
+    return self._find(shard) is not None
+
   def paths(self, shard:int, use:Callable[[tuple[str, ...]], Any]=lambda paths: paths) -> Any:
     """The raw files of a shard on this disk, (data,) or (data, meta), fetched and verified when they are not there. `use(paths)`, whose result is
     given back, may count on them being there. Raises RemoteError, FormatError or OSError (disk full) when they cannot be had."""
@@ -488,11 +492,11 @@ class Store:
 def open_shards(wants:list[tuple[Store, int, np.ndarray|None]], urgent:bool=False, threads:int=16) -> list[Shard]:
   """Map many shards at once, those that are not on this disk fetched in parallel: (store, shard, rows) with the rows wanted, int64[n], where a
   part of the shard will do, None for the whole. A part must not be kept for other rows; `urgent` as for Store.part()."""
-  with ThreadPoolExecutor(threads) as shards, ThreadPoolExecutor(threads) as ranges:
-    def one(want) -> Shard:
-      store, shard, rows = want
-      return rows is not None and store.part(shard, rows, urgent, ranges.map) or store.open(shard)
-    return list(shards.map(one, wants))
+  def one(want) -> Shard:
+    store, shard, rows = want
+    return rows is not None and store.part(shard, rows, urgent, ranges.map) or store.open(shard)
+  if all(store.has(shard) for store, shard, _ in wants): return [store.open(shard) for store, shard, _ in wants]
+  with ThreadPoolExecutor(threads) as shards, ThreadPoolExecutor(threads) as ranges: return list(shards.map(one, wants))
 
 class Fetcher:
   """Threads that fetch what an order is going to use before it is used. They only warm the cache: a reader calls Store.paths() itself.
