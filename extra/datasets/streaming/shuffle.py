@@ -273,12 +273,15 @@ class Order:
     self.number[lane] = c
     return start, *fill()
 
-  def _places(self, a:int, z:int, lo:np.ndarray|int, hi:np.ndarray|int):
-    """Of parts a to z of lanes that are [lo, hi) of the line: sizes, hashes, and where on the grid each one's window begins and how wide it is."""
+  def _places(self, a:int, z:int, lo:np.ndarray|int, hi:np.ndarray|int) -> tuple[np.ndarray, ...]:
+    """(n, left, w, step, shift, h) of parts a to z of lanes that are [lo, hi) of the line: sample k of n is at left + (k + u) * w / n on the grid,
+    u < 1 from a hash by h. step is w / n with 32 significant bits, `shift` of which are its fraction."""
     n = np.diff(self.off[a:z + 1])
     w, mid = np.maximum(n, self.block), self.off[a:z] + self.off[a + 1:z + 1] - 2 * lo
     left = 2 * np.maximum(mid - w, 0)
-    return n, hash64(self.key[a:z], "place").astype(U32), left, 2 * np.minimum(mid + w, 2 * (hi - lo)) - left
+    w = 2 * np.minimum(mid + w, 2 * (hi - lo)) - left
+    shift = 32 - _bits(w // n)
+    return n, left, w, ((w << shift) // n).astype(U64), shift.astype(U64), hash64(self.key[a:z], "place").astype(U32)
 
   def _probe(self, lane:int, t0:int, t1:int):
     """The entries [start, stop) of a lane whose places are in [t0, t1), and a function that makes them."""
@@ -286,14 +289,13 @@ class Order:
     far = self.block // 2 + 1  # no window is wider than a block unless its part is
     a = max(int(self.ends[lane]), int(np.searchsorted(self.off, lo + t0 // 4 - far, "right")) - 1)
     z = min(int(self.ends[lane + 1]), int(np.searchsorted(self.off, lo + t1 // 4 + far, "left")))
-    n, h, left, w = self._places(a, z, lo, hi)
     piece, first, start = self.piece[a:z], self.first[a:z], int(self.off[a]) - lo
+    n, left, w, step, shift, h = places = self._places(a, z, lo, hi)
     if self.algo == "py1e":
-      step = _steps(n, w)
-      c0 = _before(t0, n, left, w, *step, h)
-      m = _before(t1, n, left, w, *step, h) - c0
+      c0 = _before(t0, *places)
+      m = _before(t1, *places) - c0
       def fill():
-        part, p, f, k, *at = (np.repeat(x, m) for x in (np.arange(z - a), piece, first, c0 - np.cumsum(m) + m, left - t0, *step, h))
+        part, p, f, k, *at = (np.repeat(x, m) for x in (np.arange(z - a), piece, first, c0 - np.cumsum(m) + m, left - t0, step, shift, h))
         k += np.arange(len(k))
         o = _argsort(_place(k, *at))
         return p.take(o), (permute(k, n, self.key[a:z], part) + f).take(o)
@@ -307,33 +309,29 @@ class Order:
     return start + before, start + before + len(k), fill
 
   def _windows(self, lane:np.ndarray, lo:np.ndarray, size:np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The entries between which each part's samples lie: those before its window and those before its end, at the next of a row of cuts."""
+    """The entries between which each part's samples lie: from those before its window to those before its end, both at cuts on the grid."""
     every = max(1, self.block // 4, 2 * self.length // max(1, len(lane)))
-    base = np.append(0, np.cumsum(4 * np.diff(self.cuts) // every + 2))
-    rank, first, last = np.zeros(base[-1], np.int64), np.empty_like(lo), np.empty_like(lo)
-    inside = np.zeros_like(rank)
+    base = np.append(0, np.cumsum(4 * np.diff(self.cuts) // every + 2))  # where each lane's cuts begin
+    rank, inside = np.zeros((2, base[-1]), np.int64)  # at each cut, samples of parts that end there or before, and of parts it goes through
+    first, last = np.empty((2, len(lane)), np.int64)
     for a in range(0, len(lane), 1 << 14):
       s = slice(a, min(a + (1 << 14), len(lane)))
-      n, h, left, w = self._places(s.start, s.stop, lo[s], lo[s] + size[s])
-      first[s], last[s] = base[lane[s]] + left // every, base[lane[s]] + (left + w - 1) // every + 1
+      n, left, w, *_ = places = self._places(s.start, s.stop, lo[s], lo[s] + size[s])
+      begin = base[lane[s]]
+      first[s], last[s] = begin + left // every, begin + (left + w - 1) // every + 1
       np.add.at(rank, last[s], n)
       m = last[s] - first[s] - 1
-      part, c = np.repeat(np.arange(len(n)), m), np.arange(m.sum()) + np.repeat(first[s] + 1 - np.cumsum(m) + m, m)
-      t = (c - base[lane[s]][part]) * every
-      np.add.at(inside, c, _before(t, *(x[part] for x in (n, left, w, *_steps(n, w), h))))
+      part = np.repeat(np.arange(len(n)), m)
+      cut = np.arange(len(part)) + np.repeat(first[s] + 1 - np.cumsum(m) + m, m)
+      np.add.at(inside, cut, _before((cut - begin[part]) * every, *(x[part] for x in places)))
     rank = np.cumsum(rank) + inside
     return rank[first] - lo, rank[last] - lo
-
-# sample k of a part is at left + (k + u) * w / n, u < 1 from a hash: the step w / n has 32 significant bits, the last `shift` of them a fraction
-def _steps(n:np.ndarray, w:np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-  shift = 32 - _bits(w // n)
-  return ((w << shift) // n).astype(U64), shift.astype(U64)
 
 def _place(k:np.ndarray, left:np.ndarray, step:np.ndarray, shift:np.ndarray, h:np.ndarray) -> np.ndarray:
   return left + ((k.astype(U64) * step + (_draw(k, h) * step >> U64(32))) >> shift).astype(np.int64)
 
 def _before(t:int|np.ndarray, n:np.ndarray, left:np.ndarray, w:np.ndarray, step:np.ndarray, shift:np.ndarray, h:np.ndarray) -> np.ndarray:
-  # how many samples of each part have their places before t: all whose whole step ends there, none whose step begins later, so one to look at
+  # how many samples of each part are placed before t: all whose step ends by then, none whose step begins later, so there is one to look at
   k = np.minimum((np.clip(t - left, 0, w).astype(U64) << shift) // step, n.astype(U64)).astype(np.int64)
   return k + ((k < n) & (_place(k, left, step, shift, h) < t))
 
