@@ -702,6 +702,25 @@ class TestWriter(TempDirTestCase):
     with MDSWriter(self.path("raw"), {"x": "uint16", "y": "int8"}) as w: w.write_batch({"x": [b"ab", 5], "y": [1, b"z"]})
     self.assertEqual(samples(open_shards(self.path("raw"))), [{"x": 0x6261, "y": 1}, {"x": 5, "y": 122}])
 
+  def test_blocks(self):
+    # however rows are cut into blocks on their way to the disk, the files are the same
+    rng = np.random.default_rng(0)
+    x, b = rng.integers(0, 256, (60, 1001), np.uint8), [rng.bytes(int(n)) for n in rng.integers(0, 4000, 60)]
+    for limit in (20000, 30001, None):
+      for compression in (None, "gz:1"):
+        files:list[dict] = []
+        for block in (1 << 22, 1000, 5000, 9001):
+          with mock.patch.object(fmt, "BLOCK", block):
+            options = {"size_limit": limit, "compression": compression, "exist_ok": True}
+            with MDSWriter(self.path("fixed"), {"x": "ndarray:uint8:1001"}, **options) as w: w.write_batch({"x": x})
+            with MDSWriter(self.path("mixed"), {"x": "ndarray:uint8:1001", "b": "bytes"}, **options) as w: w.write_batch({"x": x, "b": b})
+            with JSONWriter(self.path("text"), {"t": "str"}, **options) as w:
+              for v in b: w.write({"t": v.hex()})
+          files.append({(d, n): read(self.path(d, n)) for d in ("fixed", "mixed", "text") for n in os.listdir(self.path(d))})
+          self.assertEqual(files[-1], files[0])
+        self.assertTrue(same([s["x"] for s in samples(open_shards(self.path("fixed")))], list(x)))
+        self.assertEqual([s["b"] for s in samples(open_shards(self.path("mixed")))], b)
+
   @given(st.lists(st.binary(max_size=40), max_size=30), st.integers(150, 400), st.sampled_from([16, 64, 1 << 20]))
   def test_limits(self, values, limit, block):
     with tempfile.TemporaryDirectory() as d, mock.patch.object(fmt, "BLOCK", block):

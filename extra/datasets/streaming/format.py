@@ -584,7 +584,7 @@ class Shard:
 
 # *** writing ***
 
-BLOCK = 1 << 20  # rows gather in memory up to this size before they go to the shard's file
+BLOCK = 1 << 22  # rows gather in memory up to this size before they go to the shard's file
 SHARD_NAME = re.compile(r"(?P<stem>shard\.(?P<number>\d{5,})\.(?:mds|json|csv|tsv|xsv))(?:\.meta)?(?:\.(?:br|bz2|gz|snappy|zstd))?")
 
 def parse_size(size:int|str|None) -> int|None:
@@ -688,9 +688,8 @@ class _Writer:
     if self._closed: raise RuntimeError(f"the writer of {self.local} is closed")
     size = len(row)
     if self._bytes + size + self._extra > self._limit: self._end(size + self._extra)
-    if (stop := self._used + size) > len(self._block):
-      self._grow(size)
-      stop = size
+    if self._used + size > len(self._block): self._grow(size)
+    stop = self._used + size
     self._block[self._used:stop] = row
     self._sizes.append(size)
     self._used, self._bytes, self.rows = stop, self._bytes + size + self._extra, self.rows + 1
@@ -706,9 +705,11 @@ class _Writer:
       self._spool = open(path := os.path.join(self.local, f".shard.{self._number:05}.{self._schema.format}.tmp"), "x+b")
       self._made.append(path)
       self._spool.seek(self._gap)
-    self._spool.write(self._block[:self._used])
-    if size > len(self._block): self._block = np.empty(size, np.uint8).data
-    self._used = 0
+    cut = max(self._used - (self._spool.tell() + self._used) % 4096, 0)  # whole pages are written quicker
+    self._spool.write(self._block[:cut])
+    old, self._used = self._block[cut:self._used], self._used - cut
+    if size + self._used > len(self._block): self._block = np.empty(size + self._used, np.uint8).data
+    self._block[:self._used] = old
 
   def _flush(self):
     while len(self._jobs) >= self._workers: self._collect()
