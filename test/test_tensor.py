@@ -104,7 +104,7 @@ class TestLifetime(TensorTestCase):
     for _ in range(3):
       for b in dl: del b
     gc.collect()
-    self.assertLessEqual(dl._engine.ring.nbytes, (dl.depth + 3) * 4096)
+    self.assertLessEqual(dl.stats()["ring_bytes"], (dl.depth + 4) * 4096)
 
   def test_tensors_outlive_their_loader(self):
     dl = self.loader(10)

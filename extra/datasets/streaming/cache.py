@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Callable, Iterator
 from urllib.parse import quote, unquote
 import numpy as np
-from .format import File, FormatError, Index, Shard, decompress, verify
+from .format import File, FormatError, Index, Shard, decompress, hasher, verify
 from .remote import NoRanges, Remote, RemoteError
 
 META, DEBUG = ".streaming", int(os.getenv("DEBUG", "0"))
@@ -369,7 +369,16 @@ class Store:
     os.makedirs(os.path.dirname(path), exist_ok=True)
     with self.folder.temp() as tmp:
       if zipped is None:
-        if not self._complete(shard, file, tmp): self._get(shard, file, tmp, path, lambda p: verify(p, file, self.where, self.validate_hash), stop)
+        hashes:dict[str, Any] = {}                                   # taken as the bytes come: a shard is not read again
+        def tap():
+          if self.validate_hash: hashes.update({algo: hasher(algo) for algo in file.hashes})
+          return lambda chunk: [h.update(chunk) for h in hashes.values()]
+        def check(got:str):
+          verify(got, file, self.where, False)
+          for algo, h in hashes.items():
+            if h.hexdigest() != file.hashes[algo]:
+              raise FormatError(f"{self.where}: {file.name} has {algo} {h.hexdigest()}, its index says {file.hashes[algo]}")
+        if not self._complete(shard, file, tmp): self._get(shard, file, tmp, path, check, stop, tap)
       else:
         kept, = self._local((zipped,))
         def unzip(got:str):
@@ -384,8 +393,8 @@ class Store:
             if self.keep_zip: os.replace(ztmp, kept)
       os.replace(tmp, path)
 
-  def _get(self, shard:int, file:File, tmp:str, path:str, check, stop:threading.Event|None):
-    try: self.remote.get(self.prefix + file.name, tmp, file.size, check, stop)
+  def _get(self, shard:int, file:File, tmp:str, path:str, check, stop:threading.Event|None, tap=None):
+    try: self.remote.get(self.prefix + file.name, tmp, file.size, check, stop, tap)
     except RemoteError as e:
       if not e.corrupt: raise
       with contextlib.suppress(FileNotFoundError): os.replace(tmp, path + ".corrupt")
@@ -492,11 +501,11 @@ class Store:
 def open_shards(wants:list[tuple[Store, int, np.ndarray|None]], urgent:bool=False, threads:int=16) -> list[Shard]:
   """Map many shards at once, those that are not on this disk fetched in parallel: (store, shard, rows) with the rows wanted, int64[n], where a
   part of the shard will do, None for the whole. A part must not be kept for other rows; `urgent` as for Store.part()."""
-  def one(want) -> Shard:
+  def one(want, map=map) -> Shard:  # noqa: A002
     store, shard, rows = want
-    return rows is not None and store.part(shard, rows, urgent, ranges.map) or store.open(shard)
-  if all(store.has(shard) for store, shard, _ in wants): return [store.open(shard) for store, shard, _ in wants]
-  with ThreadPoolExecutor(threads) as shards, ThreadPoolExecutor(threads) as ranges: return list(shards.map(one, wants))
+    return rows is not None and store.part(shard, rows, urgent, map) or store.open(shard)
+  if len(wants) == 1 or all(store.has(shard) for store, shard, _ in wants): return [one(want) for want in wants]
+  with ThreadPoolExecutor(threads) as shards, ThreadPoolExecutor(threads) as ranges: return list(shards.map(lambda w: one(w, ranges.map), wants))
 
 class Fetcher:
   """Threads that fetch what an order is going to use before it is used. They only warm the cache: a reader calls Store.paths() itself.

@@ -1,14 +1,17 @@
 """A dataset of shards as one long sequence: random access, vectorised reads and the order of an epoch."""
-import bisect, collections, ctypes, functools, threading
+import bisect, collections, ctypes, functools, os, threading, time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Callable, Sequence
 import numpy as np
-from .cache import Store
-from .format import Encoding, FormatError, Shard, encoding
+from .cache import Store, open_shards
+from .format import Encoding, Shard, encoding
 from .mix import Mix, Source, Stream
 from .partition import World
+from .shuffle import hash64
 
+DEBUG = int(os.environ.get("DEBUG", "0") or 0)
 MAX_MAPPED = 1024   # shards kept mapped at once; a mapping holds no descriptor
+ORIGIN = ("_stream", "_shard", "_index", "_position")
 SMALL = 1 << 15     # bytes of a value up to which one vectorised copy of all rows is quicker than a memmove a row
 
 # *** the machine's memory as one array, so that rows of many mapped shards are gathered in one call ***
@@ -67,6 +70,9 @@ class StreamingDataset:
   - `epoch_size`, `sampling_method`, `sampling_granularity`, `batching_method`, `on_exhausted`: what makes an epoch, see `mix.Mix`.
   - `cache_limit`: bytes (or "10gb") that the folder may hold. `download_retry`: attempts after the first; `download_timeout`: seconds after which a
     transfer that has stalled is given up. `validate_hash`: check the hashes that the index has. `keep_zip`: keep compressed files beside raw ones.
+  - `on_bad_sample="replace"`: a loader takes another sample of the stream in place of one that cannot be read or transformed, lists it in its stats,
+    and raises when more than `max_bad` of the samples are so. `provenance` adds int64 columns `_stream`, `_shard` (in the stream), `_index` (in the
+    shard) and, in a loader, `_position` (in the epoch).
 
   Raises ValueError, FormatError or RemoteError naming the stream, the shard and what to do.
   """
@@ -75,13 +81,15 @@ class StreamingDataset:
                shuffle_block_size:int|None=None, num_canonical_nodes:int|None=None, epoch_size:int|str|None=None,
                sampling_method:str="balanced", sampling_granularity:int|str=1, batching_method:str="random", cache_limit:int|str|None=None,
                download_retry:int=2, download_timeout:float=60, validate_hash:bool=True, keep_zip:bool=False, decode:bool=True,
-               allow_unsafe_types:bool=False, on_exhausted:str="repeat"):
+               allow_unsafe_types:bool=False, on_exhausted:str="repeat", on_bad_sample:str="raise", max_bad:float=0.001, provenance:bool=False):
     if streams is None: streams = [Stream(remote, local, split=split)]
     elif remote is not None or local is not None or split is not None: raise ValueError("give streams=, or remote/local/split, not both")
     elif isinstance(streams, (str, Stream)) or not streams: raise ValueError("streams= is a list of Stream")
     if isinstance(columns, str): raise ValueError(f"columns={columns!r} is one string, give a list of names")
     self.streams, self.columns = list(streams), None if columns is None else tuple(columns)
+    if on_bad_sample not in ("raise", "replace"): raise ValueError(f"on_bad_sample={on_bad_sample!r} is neither 'raise' nor 'replace'")
     self.decode, self.allow_unsafe_types = bool(decode), bool(allow_unsafe_types)
+    self.on_bad_sample, self.max_bad, self.provenance = on_bad_sample, float(max_bad), bool(provenance)
     self.shuffle_seed, self.num_canonical_nodes, self.batching_method = shuffle_seed, num_canonical_nodes, batching_method
     self._order = {"shuffle": bool(shuffle), "algo": shuffle_algo, "block": shuffle_block_size, "epoch_size": epoch_size,
                    "sampling_method": sampling_method, "sampling_granularity": sampling_granularity, "batching_method": batching_method,
@@ -96,7 +104,7 @@ class StreamingDataset:
     self.offsets = np.concatenate([[0], np.cumsum(np.concatenate([x.samples for x in indexes]))]).astype(np.int64)
     self.encodings = self._columns()
     self._mapped:collections.OrderedDict[int, Shard] = collections.OrderedDict()
-    self._lock, self._mixes = threading.Lock(), {}
+    self._lock, self._mix, self._opening = threading.Lock(), None, 0
 
   def _store(self, s:Stream) -> Store:
     own = {"retry": s.download_retry, "timeout": s.download_timeout, "validate_hash": s.validate_hash, "keep_zip": s.keep_zip}
@@ -117,7 +125,7 @@ class StreamingDataset:
 
   def __getstate__(self) -> dict:
     # a worker opens the index from its folder: what travels is small however many shards there are
-    state = {k: v for k, v in self.__dict__.items() if k not in ("stores", "first_shard", "encodings", "_mapped", "_lock", "_mixes")}
+    state = {k: v for k, v in self.__dict__.items() if k not in ("stores", "first_shard", "encodings", "_mapped", "_lock", "_mix", "_opening")}
     return state | {"offsets": (len(self.offsets), len(self))}
   def __setstate__(self, state:dict):
     self.__dict__.update(state)
@@ -132,25 +140,32 @@ class StreamingDataset:
 
   def shard(self, number:int) -> Shard:
     """Shard `number`, counted over all streams, mapped; fetched first where it is not on this disk."""
+    return self._shards([number])[0]
+
+  def _shards(self, numbers:list[int], rows:Callable[[int], np.ndarray]|None=None) -> list[Shard]:
+    """The shards, mapped. With rows(i), the rows wanted of numbers[i], a part of a shard will do."""
     with self._lock:
-      if (shard := self._mapped.get(number)) is not None:
-        self._mapped.move_to_end(number)
-        return shard
-    stream = bisect.bisect_right(self.first_shard, number) - 1
-    store, i = self.stores[stream], number - self.first_shard[stream]
-    index = store.index
-    for last in (False, True):
-      paths = store.paths(i)
-      try:
-        shard = Shard(paths, index.schemas[index.schema[i]], int(index.samples[i]), f"{store.where}: shard {i}")
-        break
-      except FormatError as e:
-        if last: raise
-        store.bad(i, e)
+      found = [self._mapped.get(n) for n in numbers]
+      for n, s in zip(numbers, found):
+        if s is not None: self._mapped.move_to_end(n)
+    if all(found): return found
+    start, missing = time.perf_counter_ns(), [i for i, s in enumerate(found) if s is None]
+    stream = [bisect.bisect_right(self.first_shard, numbers[i]) - 1 for i in missing]
+    wants = [(self.stores[s], numbers[i] - self.first_shard[s], rows(i) if rows is not None else None) for s, i in zip(stream, missing)]
+    opened = open_shards(wants)
+    for i, (store, n, _), shard in zip(missing, wants, opened):
+      found[i] = shard
+      if DEBUG >= 2: print(f"streaming: mapped {'part of ' if shard.partial else ''}shard {n} of {store.where}, {shard.samples} samples")
     with self._lock:
-      self._mapped[number] = shard
+      self._mapped.update({numbers[i]: s for i, s in zip(missing, opened) if not s.partial})
       while len(self._mapped) > MAX_MAPPED: self._mapped.popitem(last=False)
-    return shard
+      self._opening += time.perf_counter_ns() - start
+    return found
+
+  def counts(self) -> list[int]:
+    """fetched_bytes, fetched_shards, hits and evicted of all stores, and the nanoseconds spent in opening shards, of this process."""
+    per = [s.stats() for s in self.stores]
+    return [sum(p[k] for p in per) for k in ("fetched_bytes", "fetched_shards", "hits", "evicted")] + [self._opening]
 
   def __getitem__(self, at:Any) -> Any:
     if isinstance(at, (int, np.integer)):
@@ -158,7 +173,10 @@ class StreamingDataset:
       if i < 0: i += len(self)
       if not 0 <= i < len(self): raise IndexError(f"sample {at} of a dataset of {len(self)}")
       number = bisect.bisect_right(self.offsets, i) - 1
-      return self.shard(number).sample(i - int(self.offsets[number]), self.columns, self.decode, self.allow_unsafe_types)
+      row = i - int(self.offsets[number])
+      if (shard := self._mapped.get(number)) is None: shard = self._shards([number], lambda _: np.array([row]))[0]
+      sample = shard.sample(row, self.columns, self.decode, self.allow_unsafe_types)
+      return sample if not self.provenance else sample | {k: int(v[0]) for k, v in self._origin(np.array([i])).items()}
     if isinstance(at, slice): at = range(*at.indices(len(self)))
     return [self[i] for i in self._ids(at).tolist()]
 
@@ -174,16 +192,37 @@ class StreamingDataset:
 
   def gather(self, ids:Any, columns:Sequence[str]|None=None) -> dict[str, Any]:
     """Read many samples at once, ids int64[n]: numeric columns as arrays (n, ...), the others as lists of n values."""
-    return {k: v.tolist() if isinstance(v, Ragged) else v for k, v in self.raw(self._ids(ids), columns).items()}
+    if columns is not None: self.check_columns(columns)
+    return {k: v.tolist() if isinstance(v, Ragged) else v for k, v in self.raw(self._ids(ids), columns, sparse=True).items()}
 
-  def raw(self, ids:np.ndarray, columns:Sequence[str]|None=None, new:Callable|None=None) -> dict[str, Any]:
-    """`gather` for ids that are in range, with arrays made by `new(shape, dtype)`, and what varies in size left where it is mapped."""
-    for c in columns or ():
-      if c not in self.encodings: raise ValueError(f"no column {c!r}, have {', '.join(self.encodings)}")
+  def check_columns(self, columns:Sequence[str]):
+    have = [*self.encodings, *(ORIGIN if self.provenance else ())]
+    if missing := [c for c in columns if c not in have]: raise ValueError(f"no column {missing[0]!r}, have {', '.join(have)}")
+
+  def raw(self, ids:np.ndarray, columns:Sequence[str]|None=None, new:Callable|None=None, sparse:bool=False,
+          pos:np.ndarray|None=None) -> dict[str, Any]:
+    """`gather` for ids that are in range, with arrays made by `new(shape, dtype)`, and what varies in size left where it is mapped. `sparse`: fetch
+    no more than these rows of shards that are not on this disk."""
     number = self.offsets.searchsorted(ids, "right") - 1
     touched = np.unique(number)
-    shards, which, rows = [self.shard(s) for s in touched.tolist()], touched.searchsorted(number), ids - self.offsets[number]
-    return {c: self._column(c, self.encodings[c], shards, which, rows, new) for c in columns or self.encodings}
+    which, rows = touched.searchsorted(number), ids - self.offsets[number]
+    shards = self._shards(touched.tolist(), (lambda i: rows[which == i]) if sparse else None)
+    wanted = self.encodings if columns is None else [c for c in columns if c in self.encodings]
+    out = {c: self._column(c, self.encodings[c], shards, which, rows, new) for c in wanted}
+    if self.provenance: out |= {k: v for k, v in self._origin(ids, pos).items() if columns is None or k in columns}
+    return out
+
+  def _origin(self, ids:np.ndarray, pos:np.ndarray|None=None) -> dict[str, np.ndarray]:
+    number = self.offsets.searchsorted(ids, "right") - 1
+    stream = np.searchsorted(self.first_shard, number, "right") - 1
+    out = dict(zip(ORIGIN, (stream, number - np.array(self.first_shard)[stream], ids - self.offsets[number], pos)))
+    return {k: v for k, v in out.items() if v is not None}
+
+  def other(self, i:int, *key:int) -> int:
+    """Another sample of the stream of sample `i`, drawn by `key`."""
+    stream = bisect.bisect_right(self.first_shard, bisect.bisect_right(self.offsets, i) - 1) - 1
+    start, stop = (int(self.offsets[self.first_shard[s]]) for s in (stream, stream + 1))
+    return start + (i - start + 1 + int(hash64(*key)) % max(1, stop - start - 1)) % (stop - start)
 
   def _column(self, name:str, enc:Encoding, shards:list[Shard], which:np.ndarray, rows:np.ndarray, new:Callable|None) -> Any:
     if not all(s.schema.format == "mds" for s in shards):
@@ -219,23 +258,24 @@ class StreamingDataset:
 
   # *** the order ***
 
-  def mix(self, lanes:int|None=None, unit:int|None=None, seed:int|None=None) -> Mix:
-    """The order of a run. `lanes` and `seed` default to the dataset's own settings, else one lane a machine."""
+  def mix(self, lanes:int|None=None, seed:int|None=None) -> Mix:
+    """The order of a run, a new one each time. `lanes` and `seed` default to the dataset's own settings, else one lane a machine."""
     lanes = lanes or self.num_canonical_nodes or (World.detect().nodes if self._order["shuffle"] else 1)
-    key = (lanes, unit, self.shuffle_seed if seed is None else seed)
-    if key not in self._mixes:
-      # a dataset of one stream keeps its order when it moves to another place
-      names = [s.name for s in self.streams] if len(self.streams) > 1 else ["data"]
-      sources = [Source(n, store.index.samples, s) for n, s, store in zip(names, self.streams, self.stores)]
-      self._mixes[key] = Mix(sources, lanes=lanes, unit=unit, seed=key[2], **self._order)
-    return self._mixes[key]
+    # a dataset of one stream keeps its order when it moves to another place
+    names = [s.name for s in self.streams] if len(self.streams) > 1 else ["data"]
+    sources = [Source(n, store.index.samples, s) for n, s, store in zip(names, self.streams, self.stores)]
+    return Mix(sources, lanes=lanes, seed=self.shuffle_seed if seed is None else seed, **self._order)
 
   def epoch_length(self, epoch:int) -> int:
     """How many samples epoch `epoch` has."""
-    return self.mix().length(epoch)
+    return self._own_mix().length(epoch)
 
   def sample_ids(self, epoch:int, start:int, stop:int) -> np.ndarray:
     """The global ids at positions [start, stop) of an epoch, int64[stop - start]. Raises IndexError outside the epoch."""
     n = self.epoch_length(epoch)
     if not 0 <= start <= stop <= n: raise IndexError(f"positions [{start}, {stop}) of epoch {epoch}, which has {n}")
-    return self.mix().plan(epoch).ids(np.arange(start, stop))
+    with self._lock: return self._own_mix().plan(epoch).ids(np.arange(start, stop))
+
+  def _own_mix(self) -> Mix:
+    if self._mix is None: self._mix = self.mix()
+    return self._mix

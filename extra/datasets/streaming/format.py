@@ -4,7 +4,7 @@ The layout on disk is that of MosaicML Streaming's MDS v2. Ours beyond it: the e
 `ndarray:bfloat16...` (16 bits a value), arrays with no dimension or no element, numpy integers in `int`, numpy arrays as values of `pil`, `jpeg`
 and `png` columns, and an index stored as gzip or zstd.
 """
-import bz2, ctypes, decimal, functools, gzip, hashlib, io, itertools, json, math, os, pickle, re, shutil, struct, tempfile, weakref, zlib
+import bz2, contextlib, ctypes, decimal, functools, gzip, hashlib, io, itertools, json, math, os, pickle, re, shutil, struct, tempfile, weakref, zlib
 from array import array
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
@@ -26,14 +26,14 @@ HASHES = ("blake2b", "blake2s", "md5", "sha1", "sha224", "sha256", "sha384", "sh
           "xxh32", "xxh64", "xxh128", "xxh3_64", "xxh3_128")
 LEVELS = {"br": (0, 11, 11), "bz2": (1, 9, 9), "gz": (0, 9, 9), "snappy": (0, -1, 0), "zstd": (1, 22, 3)}  # lowest, highest, default
 
-def hasher(algo:str):
+def hasher(algo:str, data=b""):
   if algo not in HASHES: raise ValueError(f"unknown hash {algo!r}, have {', '.join(HASHES)}")
-  return getattr(need("xxhash", "hash"), algo)() if algo.startswith("xxh") else hashlib.new(algo, usedforsecurity=False)
+  return getattr(need("xxhash", "hash"), algo)(data) if algo.startswith("xxh") else hashlib.new(algo, data, usedforsecurity=False)
 
-def digests(algos:Iterable[str], data:str|bytes) -> dict[str, str]:
-  """Hash bytes, or the file at a path, with each of `algos` in one pass, to lower-case hex."""
+def digests(algos:Iterable[str], path:str) -> dict[str, str]:
+  """Hash a file with each of `algos` in one pass, to lower-case hex."""
   hs = {algo: hasher(algo) for algo in algos}
-  with open(data, "rb") if isinstance(data, str) else io.BytesIO(data) as f:
+  with open(path, "rb") as f:
     while hs and (block := f.read(1 << 20)):
       for h in hs.values(): h.update(block)
   return {algo: h.hexdigest() for algo, h in hs.items()}
@@ -625,8 +625,9 @@ class _Writer:
     self._extra, self._base = (0, 0) if form in TEXT else (4, 8 + len(self._header))  # what counts towards the limit beside the rows
     self._limit = min(self._config["size_limit"] or CAP, CAP - len(self._line))
     # where rows begin in the temporary file: if the head turns out that long, as a text shard's and a full one's of fixed rows do, that is the shard
-    self._gap = len(self._line) if form in TEXT else self._base + 4 * max(1, (self._limit - self._base) // (self._stride + 4)) if self._stride else 0
-    self.rows, self._closed, self._jobs, self._made, self._entries, self._old = 0, False, deque(), [], [], []
+    self._gap = len(self._line)
+    if self._stride: self._gap = self._base + 4 * max(1, (self._limit - self._base) // (self._stride + 4))
+    self.rows, self._closed, self._jobs, self._made, self._entries, self._old = 0, "", deque(), [], [], []
     local, url = out if isinstance(out, (tuple, list)) else (None, out) if "://" in os.fspath(out) else (out, None)
     self.remote:Any = None
     if url is not None:
@@ -684,8 +685,11 @@ class _Writer:
     if column not in sample: return ValueError(f"row {row}: no value for column {column!r}")
     return (TypeError if isinstance(e, TypeError) else ValueError)(f"row {row}: column {column!r}: {e}")
 
+  def _open(self):
+    if self._closed: raise RuntimeError(f"the writer of {self.local} {self._closed}")
+
   def _add(self, row:bytes):
-    if self._closed: raise RuntimeError(f"the writer of {self.local} is closed")
+    self._open()
     size = len(row)
     if self._bytes + size + self._extra > self._limit: self._end(size + self._extra)
     if self._used + size > len(self._block): self._grow(size)
@@ -701,12 +705,13 @@ class _Writer:
 
   def _grow(self, size:int):
     """Make room for `size` bytes in memory."""
-    if self._spool is None:
-      self._spool = open(path := os.path.join(self.local, f".shard.{self._number:05}.{self._schema.format}.tmp"), "x+b")
-      self._made.append(path)
-      self._spool.seek(self._gap)
-    cut = max(self._used - (self._spool.tell() + self._used) % 4096, 0)  # whole pages are written quicker
-    self._spool.write(self._block[:cut])
+    with self._or_abort():
+      if self._spool is None:
+        self._spool = open(path := os.path.join(self.local, f".shard.{self._number:05}.{self._schema.format}.tmp"), "x+b")
+        self._made.append(path)
+        self._spool.seek(self._gap)
+      cut = max(self._used - (self._spool.tell() + self._used) % 4096, 0)  # whole pages are written quicker
+      self._spool.write(self._block[:cut])
     old, self._used = self._block[cut:self._used], self._used - cut
     if size + self._used > len(self._block): self._block = np.empty(size + self._used, np.uint8).data
     self._block[:self._used] = old
@@ -718,8 +723,14 @@ class _Writer:
     self._start()
 
   def _collect(self):
-    self._entries.append(self._jobs[0].result())  # one that failed stays, so that no later call passes it over
-    self._jobs.popleft()
+    with self._or_abort(): self._entries.append(self._jobs.popleft().result())
+
+  @contextlib.contextmanager
+  def _or_abort(self):
+    try: yield
+    except BaseException:
+      self.abort()
+      raise
 
   def _finish_shard(self, number:int, sizes:array, spool, tail:memoryview) -> dict:
     def counts(first:int) -> bytes:
@@ -727,10 +738,10 @@ class _Writer:
       return np.concatenate([[len(sizes)], offsets]).astype("<u4").tobytes()
     form = self._schema.format
     entry, name = {**self._config, "samples": len(sizes)}, f"shard.{number:05}.{form}"
-    if form == "mds": self._store(entry, "data", name, counts(8 + 4 * len(sizes) + len(self._header)) + self._header, spool, tail)
-    else:
-      self._store(entry, "data", name, self._line, spool, tail)
-      self._store(entry, "meta", f"{name}.meta", counts(len(self._line)) + self._header, None, memoryview(b""))
+    head = self._line if form in TEXT else counts(8 + 4 * len(sizes) + len(self._header)) + self._header
+    self._store(entry, "data", name, head, spool, tail)
+    if form in TEXT: self._store(entry, "meta", f"{name}.meta", counts(len(self._line)) + self._header, None, memoryview(b""))
+    if entry["raw_data"]["bytes"] != len(head) + sum(sizes): raise RuntimeError(f"{name}: a write was interrupted, its rows are not all there")
     return entry
 
   def _store(self, entry:dict, part:str, name:str, head:bytes, spool, tail:memoryview):
@@ -743,8 +754,9 @@ class _Writer:
         while block := spool.read(1 << 20): yield block
       yield tail
     if how is not None:
-      raw = b"".join(blocks())
-      entry[f"raw_{part}"] = {"basename": name, "bytes": len(raw), "hashes": digests(self._config["hashes"], raw)}
+      raw = bytearray()
+      for block in blocks(): raw += block
+      entry[f"raw_{part}"] = {"basename": name, "bytes": len(raw), "hashes": {algo: hasher(algo, raw).hexdigest() for algo in self._config["hashes"]}}
       name, path = (f"{x}.{codec(how)[0]}" for x in (name, path))
     with open(path, "xb") as f:
       self._made.append(path)
@@ -771,8 +783,9 @@ class _Writer:
 
   def finish(self):
     """Write what is left and put the index in place, as the end of `with` does. After an error there is no index."""
-    if self._closed: return
-    try:
+    if self._closed == "is closed": return
+    self._open()
+    with self._or_abort():
       if self._sizes: self._flush()
       while self._jobs: self._collect()
       text = json.dumps({"shards": self._old + self._entries, "version": 2}, sort_keys=True).encode()
@@ -781,20 +794,17 @@ class _Writer:
         self._made.append(path)
         self._upload(path, "index.json", len(text))
         if not self._scratch: os.replace(path, os.path.join(self.local, "index.json"))
-    except BaseException:
-      self.abort()
-      raise
-    self._close()
+    self._close("is closed")
 
   def abort(self):
     """Give up: remove the files made here and put no index in place."""
     if self._closed: return
-    self._close()
+    self._close("was given up after an error")
     for path in self._made:
       if os.path.exists(path): os.remove(path)
 
-  def _close(self):
-    self._closed = True
+  def _close(self, how:str):
+    self._closed = how
     self._pool.shutdown(wait=True, cancel_futures=True)
     if self._spool is not None: self._spool.close()
     if self._scratch: shutil.rmtree(self._scratch, ignore_errors=True)
@@ -845,7 +855,7 @@ class MDSWriter(_Writer):
       count = len(cols[0][1])
       if any(x.shape != (count, *e.shape) for e, x in cols): raise ValueError
     except (KeyError, TypeError, ValueError, OverflowError): return super().write_batch(batch)  # names the row at fault, or takes its bytes
-    if self._closed: raise RuntimeError(f"the writer of {self.local} is closed")
+    self._open()
     at, size = 0, self._stride + 4
     while at < count:
       if (room := (self._limit - self._bytes) // size) < 1:

@@ -1,0 +1,291 @@
+"""Workers that make batches, and the memory they make them in: nothing here knows what a batch is."""
+import collections, contextlib, ctypes, faulthandler, mmap, multiprocessing, os, pickle, queue, select, signal, sys, tempfile, threading, time
+import traceback, weakref
+from multiprocessing import reduction
+from multiprocessing.connection import wait
+from typing import Any, Callable
+import numpy as np
+from .format import map_fd
+
+ALIGN = 64        # tinygrad's CPU kernels load whole vectors: from_blob at an unaligned address crashes
+MAX_DEATHS = 3    # of one worker in a row
+libc, MADV_REMOVE = ctypes.CDLL(None), 9
+COUNTS = 8        # numbers that each process keeps in the ring's first pages, the last one the nanoseconds it was busy
+
+# *** memory ***
+
+class Slot:
+  """The memory of one batch, uint8[nbytes] at a page boundary."""
+  def __init__(self, offset:int, mem:np.ndarray): self.offset, self.mem = offset, mem
+
+class Ring:
+  """
+  Anonymous memory cut into slots. Other processes reach it through its descriptor and nothing else, so nothing is left of it when they are gone.
+  It grows only while the consumer keeps batches. `board`, int64[processes, COUNTS], is where processes keep their counts.
+  """
+  def __init__(self, processes:int):
+    if hasattr(os, "memfd_create"): self.fd = os.memfd_create("tinygrad-streaming", os.MFD_CLOEXEC)
+    else:
+      with tempfile.TemporaryFile() as f: self.fd = os.dup(f.fileno())
+    self.close = weakref.finalize(self, os.close, self.fd)
+    self.free, self.nbytes, self.end = collections.deque(), 0, 0  # free is filled by finalizers, in any thread: append and pop are atomic
+    self.board = board(self.take(8 * COUNTS * processes).mem)
+
+  def take(self, nbytes:int) -> Slot:
+    """A free slot of at least `nbytes`. Raises MemoryError with the sizes when the machine has no room."""
+    while self.free:
+      if len((slot := self.free.pop()).mem) >= nbytes: return slot
+      self.drop(slot)
+    nbytes = -(-max(nbytes, 1) // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+    try: os.posix_fallocate(self.fd, self.end, nbytes)  # a page that the machine does not have would be a SIGBUS later
+    except OSError as e: raise MemoryError(f"no memory for a batch of {nbytes} bytes, {self.nbytes} are in use: {e.strerror}") from e
+    slot = Slot(self.end, map_fd(self.fd, nbytes, self.end, write=True))
+    self.end, self.nbytes = self.end + nbytes, self.nbytes + nbytes
+    return slot
+
+  def drop(self, slot:Slot):
+    """Give the pages of an outgrown slot back to the machine (Linux can, elsewhere they stay until the ring's end)."""
+    if sys.platform == "linux" and libc.madvise(ctypes.c_void_p(slot.mem.ctypes.data), ctypes.c_size_t(len(slot.mem)), MADV_REMOVE) == 0:
+      self.nbytes -= len(slot.mem)
+
+  def lend(self, slot:Slot, users:list):
+    """Take the slot back when the last of `users` is collected."""
+    left = list(range(len(users)))  # pop is atomic, and whoever gets 0 was the last
+    def done():
+      if left.pop() == 0: self.free.append(slot)
+    for u in users: weakref.finalize(u, done).atexit = False
+    if not users: self.free.append(slot)
+
+def board(mem:np.ndarray) -> np.ndarray: return mem.view(np.int64)[:len(mem) // 8 // COUNTS * COUNTS].reshape(-1, COUNTS)
+
+class NeedRoom(Exception):
+  """A batch does not fit its slot: args are the bytes that it needs."""
+
+class Carver:
+  """Cuts arrays out of a slot. It goes on past the end, in memory of its own, to learn what the whole batch needs."""
+  def __init__(self, mem:np.ndarray): self.mem, self.used = mem, 0
+  def __call__(self, shape:tuple[int, ...], dtype) -> np.ndarray:
+    nbytes = (dtype := np.dtype(dtype)).itemsize * int(np.prod(shape, dtype=np.int64))
+    offset, self.used = self.used, self.used + -(-nbytes // ALIGN) * ALIGN
+    if self.used > len(self.mem): return np.empty(shape, dtype)
+    return np.ndarray(shape, dtype, self.mem, offset)
+  def offset(self, a:np.ndarray) -> int: return a.ctypes.data - self.mem.ctypes.data
+
+# *** errors that cross processes ***
+
+class WorkerTraceback(Exception):
+  """Carries the traceback of a worker as text."""
+  def __str__(self): return "\n" + self.args[0]
+
+def pack_error(e:BaseException) -> tuple[bytes|None, bytes|None, str]:
+  def pack(x:BaseException|None) -> bytes|None:
+    try:
+      pickle.loads(data := pickle.dumps(x))
+      return data
+    except Exception: return None
+  return pack(e), pack(e.__cause__), "".join(traceback.format_exception(e))
+
+def unpack_error(error:BaseException|tuple[bytes|None, bytes|None, str]) -> BaseException:
+  if isinstance(error, BaseException): return error
+  packed, cause, text = error
+  e = pickle.loads(packed) if packed else RuntimeError(text.strip().splitlines()[-1])
+  e.__cause__ = inner = pickle.loads(cause) if cause else None
+  (inner or e).__cause__ = WorkerTraceback(text)
+  return e
+
+# *** processes ***
+
+@contextlib.contextmanager
+def quiet_start(need_main:bool):
+  """Start children so that they neither run the user's script again (spawn imports __main__) nor see Ctrl-C before they ignore it."""
+  main, missing = sys.modules.get("__main__"), object()
+  saved = {} if need_main or main is None else {k: getattr(main, k, missing) for k in ("__file__", "__spec__")}
+  masked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+  try:
+    for k in saved: setattr(main, k, None)
+    yield
+  finally:
+    for k, v in saved.items(): delattr(main, k) if v is missing else setattr(main, k, v)
+    signal.pthread_sigmask(signal.SIG_SETMASK, masked)
+
+class Inherited:
+  """A descriptor that goes to a child process with the arguments of its start."""
+  def __init__(self, fd:int): self.fd = fd
+  def __reduce__(self): return _detach, (reduction.DupFd(self.fd),)
+def _detach(dup) -> Inherited: return Inherited(dup.detach())
+
+class Child:
+  """A process at the other end of a pipe. It calls target(conn, *args) and is gone at once when its parent is."""
+  ends:weakref.WeakSet = weakref.WeakSet()  # our ends of the pipes of all children
+  def __init__(self, method:str, target:Callable, payload:Any, *args):
+    ctx = multiprocessing.get_context(method)
+    self.conn, theirs = ctx.Pipe()
+    need_main = isinstance(payload, bytes) and b"__main__" in payload
+    with quiet_start(need_main):
+      ends = (*Child.ends, self.conn) if method == "fork" else ()
+      self.process = ctx.Process(target=child_main, args=(theirs, ends, target, payload, *args), daemon=True)
+      self.process.start()
+    theirs.close()
+    Child.ends.add(self.conn)
+  def hang_up(self):
+    Child.ends.discard(self.conn)
+    self.conn.close()
+  def close(self):
+    self.hang_up()
+    self.process.join(0.5)  # one that is idle sees the pipe close
+    self.process.kill()
+    self.process.join()
+    self.process.close()
+
+def child_main(conn, ends:tuple, target:Callable, payload:Any, *args):
+  signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's
+  signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+  for c in ends: c.close()  # copied by fork: while a sibling holds one, its child would not see it close
+  parent = multiprocessing.parent_process()
+  def watch():
+    wait([parent.sentinel])
+    os._exit(1)
+  threading.Thread(target=watch, daemon=True).start()
+  with contextlib.suppress(EOFError, ConnectionError):  # the parent closed its end
+    target(conn, payload, *args)
+
+def dump(payload:Any, method:str) -> Any:
+  """What Child takes as payload: pickled here, so that what cannot be pickled is told before a process is started."""
+  return payload if method == "fork" else pickle.dumps(payload)
+def load(payload:Any) -> Any: return pickle.loads(payload) if isinstance(payload, bytes) else payload
+
+# *** workers ***
+
+def serve(work:Callable, job:Any, mem:np.ndarray, counts:np.ndarray) -> tuple[str, Any]:
+  start = time.perf_counter_ns()
+  try:
+    result = work(job, mem)
+    now = work.counts()
+    counts[:len(now)] = now
+    return "ok", result
+  except NeedRoom as e: return "room", e.args[0]
+  except BaseException as e: return "error", e
+  finally: counts[-1] += time.perf_counter_ns() - start
+
+class ThreadWorker:
+  """Makes batches in a background thread of this process."""
+  def __init__(self, work:Callable, ring:Ring):
+    self.inbox, self.outbox = queue.SimpleQueue(), queue.SimpleQueue()
+    self.thread = threading.Thread(target=self._main, args=(work, self.inbox, self.outbox, ring.board[0]), name="streaming-loader", daemon=True)
+    self.thread.start()
+  @staticmethod
+  def _main(work, inbox, outbox, counts):
+    while (task := inbox.get()) is not None: outbox.put((task[0], *serve(work, task[1], task[2].mem, counts)))
+  def send(self, seq:int, job:Any, slot:Slot): self.inbox.put((seq, job, slot))
+  def ready(self) -> bool: return not self.outbox.empty()
+  def recv(self, timeout:float) -> tuple[int, str, Any]:
+    try: return self.outbox.get(timeout=timeout)
+    except queue.Empty:
+      stack = "".join(traceback.format_stack(sys._current_frames().get(self.thread.ident)))
+      raise TimeoutError(f"the loader's thread has been at a batch for {timeout} s:\n{stack}") from None
+  def hang_up(self): self.inbox.put(None)
+  def close(self):
+    self.hang_up()
+    if self.thread is not threading.current_thread(): self.thread.join(1)
+
+def worker_main(conn, payload, number:int, stacks, ring:Inherited):
+  faulthandler.register(signal.SIGUSR1, stacks.fileno(), all_threads=True)
+  error, slots, counts = None, {}, board(map_fd(ring.fd, 8 * COUNTS * (number + 1), 0, write=True))[number]
+  try: work = load(payload)
+  except BaseException as e: error = e
+  while True:
+    seq, job, offset, nbytes = conn.recv()
+    if offset not in slots: slots[offset] = map_fd(ring.fd, nbytes, offset, write=True)
+    kind, value = serve(work, job, slots[offset], counts) if error is None else ("error", error)
+    conn.send((seq, kind, pack_error(value) if kind == "error" else value))
+
+class ProcessWorker:
+  """Makes batches in a process that has the ring's descriptor and opens no device. One that dies is replaced, and its work done again."""
+  def __init__(self, number:int, method:str, payload:Any, ring:Ring):
+    self.number, self.method, self.payload, self.ring, self.sent, self.deaths = number, method, payload, ring, {}, 0
+    self.start()
+  def start(self):
+    self.ring.board[self.number] = 0
+    self.stacks, theirs = multiprocessing.Pipe(duplex=False)
+    self.child = Child(self.method, worker_main, self.payload, self.number, theirs, Inherited(self.ring.fd))
+    theirs.close()
+    self.poll = select.poll()
+    self.poll.register(self.child.conn, select.POLLIN)
+  def send(self, seq:int, job:Any, slot:Slot):
+    self.sent[seq] = (seq, job, slot.offset, len(slot.mem))
+    with contextlib.suppress(OSError): self.child.conn.send(self.sent[seq])  # recv sees a death, and sends again
+  def ready(self) -> bool: return bool(self.poll.poll(0))
+  def recv(self, timeout:float) -> tuple[int, str, Any]:
+    while True:
+      if not self.poll.poll(timeout * 1000): raise TimeoutError(self.stack(timeout))
+      try: reply = self.child.conn.recv()
+      except (EOFError, OSError): self.replace()
+      else:
+        self.deaths = 0
+        self.sent.pop(reply[0])
+        return reply
+  def replace(self):
+    self.child.process.join(1)
+    pid, code, self.deaths = self.child.process.pid, self.child.process.exitcode, self.deaths + 1
+    how = f"was killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exited with code {code}"
+    if self.deaths >= MAX_DEATHS: raise RuntimeError(f"loader worker {pid} {how}, {self.deaths} times in a row, over {self.about()}")
+    self.close()
+    self.start()
+    for task in self.sent.values(): self.child.conn.send(task)
+  def about(self) -> str: return str(next(iter(self.sent.values()))[1])
+  def stack(self, timeout:float) -> str:
+    with contextlib.suppress(OSError): os.kill(self.child.process.pid, signal.SIGUSR1)
+    out = b""
+    while select.select([self.stacks], [], [], 0.5)[0] and (more := os.read(self.stacks.fileno(), 1 << 16)): out += more
+    return f"loader worker {self.child.process.pid} has been at {self.about()} for {timeout} s:\n{out.decode(errors='replace')}"
+  def hang_up(self): self.child.hang_up()
+  def close(self):
+    self.child.close()
+    self.stacks.close()
+
+class Engine:
+  """
+  Jobs in, batches out, in the order of the jobs whatever the workers do: `work(job, mem)` fills a slot and returns what is in it. 0 workers are a
+  thread, n are processes. It has no thread of its own. One row more of ring.board is for another process of the caller's.
+  """
+  def __init__(self, work:Callable, num_workers:int, method:str, timeout:float, nbytes:int):
+    self.timeout, self.nbytes, self.jobs, self.replies, self.seq = timeout, nbytes, collections.deque(), {}, 0
+    self.ring = Ring(max(1, num_workers) + 1)
+    payload = dump(work, method) if num_workers else None
+    self.workers:list = []
+    self.close = weakref.finalize(self, Engine._close, self.workers)
+    for i in range(num_workers): self.workers.append(ProcessWorker(i, method, payload, self.ring))
+    if not num_workers: self.workers.append(ThreadWorker(work, self.ring))
+
+  @staticmethod
+  def _close(workers:list):
+    for w in workers: w.hang_up()
+    for w in workers: w.close()
+
+  def submit(self, job:Any):
+    slot = self.ring.take(self.nbytes)
+    self.jobs.append((self.seq, job, slot))
+    self.workers[self.seq % len(self.workers)].send(*self.jobs[-1])
+    self.seq += 1
+
+  def ready(self) -> bool:
+    """Whether next() would return at once, or nearly."""
+    return self.jobs[0][0] in self.replies or self.workers[self.jobs[0][0] % len(self.workers)].ready()
+
+  def next(self) -> tuple[Any, Slot, Any]:
+    """The oldest job, its slot and what its work returned. Raises what made it fail."""
+    seq, job, slot = self.jobs[0]
+    worker = self.workers[seq % len(self.workers)]
+    while True:
+      while seq not in self.replies:
+        got, *reply = worker.recv(self.timeout)
+        self.replies[got] = reply
+      kind, value = self.replies.pop(seq)
+      if kind == "error": raise unpack_error(value)
+      if kind == "ok": break
+      self.ring.drop(slot)
+      self.nbytes = max(self.nbytes, value + value // 4)
+      slot = self.ring.take(self.nbytes)
+      worker.send(seq, job, slot)
+    self.jobs.popleft()
+    return job, slot, value

@@ -1,0 +1,108 @@
+"""What a loader did, in numbers: counted as it goes, read by `stats()`, printed by DEBUG=1 and served as Prometheus text."""
+import contextlib, http.server, threading, time, weakref
+from typing import Any
+import numpy as np
+from .dataset import DEBUG
+
+COUNTED = ("fetched_bytes", "fetched_shards", "hits", "evicted", "opening_ns", "busy_ns")
+
+class Stats:
+  """
+  `get()` gives, since the loader was made and for this rank:
+  - `samples`, `batches`, `samples_per_second`; `streams`: samples delivered of each stream, by name
+  - `wait_s`: how long the loop waited for data; `idle_s`: how long data that was ready waited for the loop; `hand_s`: making Tensors
+  - `fetched_bytes`, `fetched_shards`, `hits` (shards found on this disk), `evicted`, over all processes of this loader
+  - `ring_bytes`: memory of batches; `bad_samples`: how many were replaced; `bad`: the last of them, as (id, error)
+  - `limit`: what holds the loader back: "loop" (the training itself, no waiting worth the name), "fetch", "decode" or "hand-off"
+  """
+  def __init__(self, loader):
+    self.loader, self.names = weakref.ref(loader), [s.name for s in loader.ds.streams]
+    self.first = np.array([int(loader.ds.offsets[i]) for i in loader.ds.first_shard])
+    self.samples = self.batches = self.bad_count = 0
+    self.wait_s = self.idle_s = self.hand_s = self.elapsed = 0.0
+    self.streams, self.bad, self.past = np.zeros(len(self.names), np.int64), [], np.zeros(len(COUNTED), np.int64)
+    self.last, self.epoch_start = None, None
+
+  @contextlib.contextmanager
+  def waiting(self):
+    t = time.perf_counter()
+    try: yield
+    finally: self.wait_s += time.perf_counter() - t
+  @contextlib.contextmanager
+  def handing(self):
+    t = time.perf_counter()
+    try: yield
+    finally: self.hand_s += time.perf_counter() - t
+
+  def asked(self, ready:bool):
+    now = time.perf_counter()
+    if self.last is not None:
+      self.elapsed += now - self.last
+      if ready: self.idle_s += now - self.last
+    if self.epoch_start is None: self.epoch_start = (now, self.samples, self.wait_s)
+    self.last = now
+
+  def delivered(self, ids:np.ndarray|None):
+    now = time.perf_counter()
+    self.elapsed, self.last = self.elapsed + now - self.last, now
+    if ids is None: return
+    self.samples, self.batches = self.samples + len(ids), self.batches + 1
+    if len(self.names) > 1: self.streams += np.bincount(np.searchsorted(self.first, ids, "right") - 1, minlength=len(self.names))
+    else: self.streams[0] += len(ids)
+
+  def bad_samples(self, bad:list[tuple[int, str]], most:float):
+    self.bad_count, self.bad = self.bad_count + len(bad), (self.bad + bad)[-100:]
+    if self.bad_count > max(1, most * self.samples):
+      raise RuntimeError(f"{self.bad_count} bad samples after {self.samples}, more than max_bad={most}; the last: sample {bad[-1][0]}: {bad[-1][1]}")
+
+  def keep(self, engine):
+    """Take over the counts of processes that are about to end."""
+    if engine is not None: self.past += self._board(engine)
+    self.last = None
+  def _board(self, engine) -> np.ndarray: return engine.ring.board.sum(0)[[0, 1, 2, 3, 4, -1]]
+
+  def get(self) -> dict[str, Any]:
+    loader = self.loader()
+    engine = None if loader is None else loader._engine
+    counted = dict(zip(COUNTED, (self.past + (0 if engine is None else self._board(engine))).tolist()))
+    opening, busy = counted.pop("opening_ns") / 1e9, counted.pop("busy_ns") / 1e9
+    spent = {"fetch": opening, "decode": busy - opening, "hand-off": self.hand_s * max(1, loader.num_workers if loader else 1)}
+    limit = "loop" if self.wait_s + self.hand_s < 0.05 * self.elapsed else max(spent, key=spent.__getitem__)
+    return {"samples": self.samples, "batches": self.batches, "samples_per_second": self.samples / self.elapsed if self.elapsed else 0.0,
+            "wait_s": self.wait_s, "idle_s": self.idle_s, "hand_s": self.hand_s, **counted, "ring_bytes": 0 if engine is None else engine.ring.nbytes,
+            "bad_samples": self.bad_count, "bad": list(self.bad), "limit": limit, "streams": dict(zip(self.names, self.streams.tolist()))}
+
+  def end_epoch(self, epoch:int):
+    start, samples, wait = self.epoch_start or (time.perf_counter(), self.samples, self.wait_s)
+    self.epoch_start = None
+    if DEBUG < 1: return
+    took, s = max(1e-9, time.perf_counter() - start), self.get()
+    print(f"streaming: epoch {epoch}: {self.samples - samples} samples in {took:.1f} s ({(self.samples - samples) / took:,.0f}/s), waited "
+          f"{self.wait_s - wait:.1f} s, limit {s['limit']}, fetched {s['fetched_bytes'] / 1e6:,.1f} MB so far, {s['evicted']} shards evicted")
+
+  def serve(self, port:int) -> str:
+    """Serve the numbers on 127.0.0.1 until the loader is gone. Returns the URL."""
+    me = weakref.ref(self)
+    class Handler(http.server.BaseHTTPRequestHandler):
+      def do_GET(self):
+        text = "" if (stats := me()) is None else prometheus(stats.get())
+        self.send_response(200)
+        self.send_header("Content-Type", "text/plain; version=0.0.4")
+        self.send_header("Content-Length", str(len(text.encode())))
+        self.end_headers()
+        self.wfile.write(text.encode())
+      def log_message(self, *args): pass
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.1}, name="streaming-stats", daemon=True).start()
+    def stop():
+      server.shutdown()
+      server.server_close()
+    weakref.finalize(self, stop)
+    return f"http://127.0.0.1:{server.server_port}/metrics"
+
+def prometheus(stats:dict[str, Any]) -> str:
+  lines = [f"tinygrad_streaming_{k} {v}" for k, v in stats.items() if isinstance(v, (int, float))]
+  def quoted(x:str) -> str: return x.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+  lines += [f'tinygrad_streaming_stream_samples{{stream="{quoted(k)}"}} {v}' for k, v in stats["streams"].items()]
+  return "\n".join([*lines, f'tinygrad_streaming_limit{{stage="{stats["limit"]}"}} 1', ""])
