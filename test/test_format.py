@@ -1,4 +1,5 @@
-import decimal, functools, gc, gzip, hashlib, json, math, os, pickle, random, shutil, signal, struct, subprocess, sys, tempfile, tracemalloc, unittest
+import decimal, functools, gc, gzip, hashlib, io, json, math, os, pickle, random, shutil
+import signal, struct, subprocess, sys, tempfile, tracemalloc, unittest
 from unittest import mock
 import numpy as np
 from hypothesis import assume, example, given, settings, strategies as st
@@ -846,7 +847,26 @@ class TestWriter(TempDirTestCase):
       w = MDSWriter(self.path("d"), {"x": "int"}, size_limit=250)
       with self.assertRaisesRegex(OSError, "No space left.*shard.00003"):
         for i in range(100): w.write({"x": i})
-      with self.assertRaisesRegex(OSError, "No space left"): w.finish()  # swallowing the first error does not make a whole dataset
+      with self.assertRaisesRegex(RuntimeError, "given up"): w.write({"x": 1})
+      with self.assertRaisesRegex(RuntimeError, "given up"): w.finish()  # swallowing the first error does not make a whole dataset
+    self.assertEqual(os.listdir(self.path("d")), [])
+
+  def test_disk_full(self):
+    class Full(io.FileIO):
+      def write(self, b): raise OSError(28, "No space left on device", self.name)
+    w = MDSWriter(self.path("d"), {"b": "bytes"})
+    with mock.patch.object(fmt, "BLOCK", 5000), mock.patch.object(fmt, "open", lambda p, mode: Full(p, mode), create=True):
+      w._start()
+      with self.assertRaisesRegex(OSError, "No space left"):
+        for _ in range(100): w.write({"b": bytes(1000)})
+    with self.assertRaisesRegex(RuntimeError, "given up"): w.finish()
+    self.assertEqual(os.listdir(self.path("d")), [])
+
+  def test_interrupted_write(self):
+    w = MDSWriter(self.path("d"), {"b": "bytes"})
+    w.write({"b": b"abc"})
+    w._sizes.append(3)  # as Ctrl-C inside write may leave it
+    with self.assertRaisesRegex(RuntimeError, "interrupted"): w.finish()
     self.assertEqual(os.listdir(self.path("d")), [])
 
   def test_sigkill_leaves_no_index(self):
