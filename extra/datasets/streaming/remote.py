@@ -197,11 +197,14 @@ class Remote:
     except Exception as e: raise _Again(self._scrub(f"{type(e).__name__}: {e}")) from None
     raise RemoteError(f"{verb} {self.at(name)}: {self._scrub(f'{type(why).__name__}: {why}')} (1 attempt)", status)
 
-  def get(self, name:str, path:str, size:int|None=None, check:Callable[[str], Any]|None=None, stop:threading.Event|None=None) -> None:
+  def get(self, name:str, path:str, size:int|None=None, check:Callable[[str], Any]|None=None, stop:threading.Event|None=None,
+          tap:Callable[[], Callable[[bytes], Any]]|None=None) -> None:
     """Write the file `name` to `path`. `check(path)` may raise ValueError: then the file is fetched again, as after a short body; the last
-    bad file is left at `path`. Raises RemoteError, Cancelled once `stop` is set, and OSError for what is wrong with this disk."""
+    bad file is left at `path`. `tap()`, called for each attempt, gives a function that sees all bytes as they come. Raises RemoteError, Cancelled
+    once `stop` is set, and OSError for what is wrong with this disk."""
     def once():
-      with open(path, "wb") as f: self._once(name, f.write, size, None, stop)
+      see = tap() if tap is not None else lambda chunk: None
+      with open(path, "wb") as f: self._once(name, lambda chunk: (f.write(chunk), see(chunk)), size, None, stop)
       try: check is None or check(path)
       except ValueError as e: raise _Again(str(e), corrupt=True) from None
     self._attempts("GET", name, once, stop)
