@@ -69,7 +69,7 @@ class TestLanes(unittest.TestCase):
     self.assertEqual(lane_order(6).tolist(), [0, 4, 2, 1, 5, 3])
 
   @given(st.integers(0, 400), st.integers(1, 70), st.integers(1, 9))
-  @settings(max_examples=200, deadline=None)
+  @settings(max_examples=200, deadline=None, derandomize=True)
   def test_interleave_is_a_bijection(self, E, C, unit):
     lane, entry = interleave(np.arange(E), C, unit)
     by_lane = {}
