@@ -474,6 +474,20 @@ class TestIndex(unittest.TestCase):
                  gzip.compress(good.encode())[:-4] + b"\xff\xff\xff\xff", packed[:4] + b"\xe0" + b"\xff" * 8):
       with self.subTest(data[:10]), self.assertRaisesRegex(FormatError, "here: "): Index.parse(data, "here")
 
+  def test_damaged_texts(self):
+    # what is read of a damaged index is what json reads of it, or one clear error
+    good, rng = index_text(*self.entries(3)), random.Random(0)
+    for _ in range(2000):
+      bad = bytearray(good)
+      for _ in range(rng.randrange(1, 3)):
+        i = rng.randrange(len(bad))
+        if (how := rng.randrange(3)) == 0: bad[i] ^= 1 << rng.randrange(8)
+        elif how == 1: del bad[i:i + rng.randrange(1, 60)]
+        else: bad[i:i] = rng.choice([b"0", b"-", b'"', b"{", b"]", b",", b"null", b"1e9", b"[[", b" ", b"\\"])
+      try: index = Index.parse(bytes(bad), "here")
+      except FormatError as e: self.assertRegex(str(e), "^here: index")
+      else: self.assertEqual([index.entry(i) for i in range(len(index))], json.loads(bytes(bad))["shards"])
+
   def test_json_duplicate_columns(self):
     text = index_text(GOLDEN["datasets"][1]["index"]["shards"][0]).replace(b'"n": "int"', b'"t": "int"')
     with self.assertRaisesRegex(FormatError, "shard 0: .*twice"): Index.parse(text, "here")

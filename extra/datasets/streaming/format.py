@@ -336,7 +336,7 @@ def _walk(data:bytes) -> Iterable[tuple[str, Any, int, int]]:
   """Yield (key, value, start, stop) of an index: for each shard under the key "shards", and for each other key. It reads the text by the piece, so
   that it is never all in memory as str or as objects."""
   decode, mark = json.JSONDecoder(parse_constant=_no_constant).raw_decode, re.compile(r"[ \t\r\n]*([]\[{}:,]?)[ \t\r\n]*").match
-  text, base, at = "", 0, 0  # text[at] is data[base + at]
+  text, base, at, keys = "", 0, 0, []  # text[at] is data[base + at]
   def read(n:int) -> bool:
     nonlocal text, base, at
     new = data[base + len(text):base + len(text) + n].decode("ascii")
@@ -360,7 +360,7 @@ def _walk(data:bytes) -> Iterable[tuple[str, Any, int, int]]:
           return key, v, base + start, base + stop
   expect("{")
   while True:
-    key = value("")[1]
+    keys.append(key := value("")[1])
     expect(":")
     if key == "shards":
       expect("[")
@@ -372,6 +372,7 @@ def _walk(data:bytes) -> Iterable[tuple[str, Any, int, int]]:
           elif expect(",]") == "]": break
     else: yield value(key)
     if expect(",}") == "}": break
+  if keys.count("shards") != 1: raise FormatError('it needs one key "shards"')
   if at < len(text) or base + len(text) < len(data): raise FormatError(f"something after its end, at byte {base + at}")
 
 class Index:
