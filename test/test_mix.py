@@ -252,7 +252,7 @@ class TestOrder(unittest.TestCase):
       if m.method != "stratified": self.assertEqual(np.concatenate(parts).tolist(), plan.slice(a, b, 0, 1).tolist())
       if a < len(full): self.assertEqual(Mix(sources, **kw).plan(epoch).ids(np.array([a])), full[a])
     # every sample is read while its piece is in reach
-    shard, lo, hi = plan.reach()
+    shard, lo, hi, _ = plan.reach()
     edge = np.cumsum(np.concatenate([s.sizes for s in sources]))
     for p, s in enumerate(np.searchsorted(edge, full, "right")):
       self.assertTrue(any(a <= p < b for a, b in zip(lo[shard == s], hi[shard == s])), (p, s))

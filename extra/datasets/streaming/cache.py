@@ -5,7 +5,7 @@ A cache folder mirrors the names of its remote. Beside them `.streaming/` holds 
   mutex            flocked for the short changes of the tables
   locks/*          one a shard that is being fetched, flocked by who fetches it and removed after
   tmp/*            files being written, flocked by who writes them: a free lock means a dead owner
-  parts/*          shards of which some rows are present, sparse, and a byte a row that says which
+  parts/*          shards of which some rows are present, sparse, and a checksum for each of these rows
   *.table          a row of ROW per shard of one index
   runs/*           the pieces an iteration is going to use and how far it is, flocked while it lives
 """
@@ -432,7 +432,10 @@ class Store:
       if not idle and not urgent: return None
     path = self.folder.part(self.table, shard)
     with self.folder.lock(f"{self.table}.{shard}.part"):
-      try: return self._map(shard, (path,)) if self._rows(path, shard, raw[0], rows, map) else None
+      try:
+        if not self._rows(path, shard, raw[0], rows, map): return None
+        (mapped := self._map(shard, (path,))).partial = True
+        return mapped
       except Busy: return None
       except NoRanges: self.ranges = False
       except (OSError, FormatError): pass                           # fetching the whole shard heals it, or tells why not
@@ -440,13 +443,17 @@ class Store:
     return None
 
   def _rows(self, path:str, shard:int, file:File, rows:np.ndarray, map) -> bool:  # noqa: A002
-    """Bring rows into the sparse file at `path`; under the lock of the part. What is written is synced before it is marked as present."""
+    """Bring rows into the sparse file at `path`; under the lock of the part. Beside it is a checksum for each row that is present, 0 for the others;
+    a row that does not have it is fetched again."""
     n, sizes, spans = int(self.index.samples[shard]), self.index.schemas[self.index.schema[shard]].sizes, []
     with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+b") as f:
-      try: have = np.fromfile(path + ".rows", bool)
-      except FileNotFoundError: have = np.zeros(0, bool)
-      if fresh := len(have) != n:
-        have = np.zeros(n, bool)
+      def checksum(row:int) -> int:
+        f.seek(off[row])
+        return zlib.crc32(f.read(int(off[row + 1] - off[row]))) | 1
+      try: have = np.fromfile(path + ".rows", np.uint32)
+      except FileNotFoundError: have = np.zeros(0, np.uint32)
+      if fresh := len(have) != n or os.fstat(f.fileno()).st_size != file.size:
+        have = np.zeros(n, np.uint32)
         f.truncate(0)
         f.truncate(file.size)
         if all(sizes):                                              # rows of one size: their places are known before the head is here
@@ -458,17 +465,20 @@ class Store:
           off = np.frombuffer(head, "<u4", n + 1, 4).astype(np.int64)
           if len(head) < off[0] <= file.size: head += self._range(file, len(head), int(off[0]))
           f.write(head)
-      else: off = np.fromfile(path, "<u4", n + 1, offset=4).astype(np.int64)
-      want = rows[~have[rows]]
-      if 2 * (int(have.sum()) + len(want)) > n: return False
+      else:
+        off = np.fromfile(path, "<u4", n + 1, offset=4).astype(np.int64)
+        for r in rows[have[rows] > 0].tolist():
+          if checksum(r) != have[r]: have[r] = 0
+      want = rows[have[rows] == 0]
+      if 2 * (np.count_nonzero(have) + len(want)) > n: return False
       runs = coalesce(off[want], off[want + 1]) if len(want) else []
       spans += [(int(off[want[a]]), int(off[want[b] + 1])) for a, b in runs]
       if not spans: return True
       self._add(evicted=self.folder.reserve(self.table, shard, self.folder.row(self.table, shard)[0] + sum(b - a for a, b in spans), self.limit))
       self._fill(f, file, spans, map)
-      os.fsync(f.fileno())
-    if fresh: self._map(shard, (path,))                             # checks the head
-    for a, b in runs: have[want[a]:want[b] + 1] = True
+      if fresh: self._map(shard, (path,))                           # checks the head
+      for a, b in runs:
+        for r in range(want[a], want[b] + 1): have[r] = checksum(r)
     have.tofile(path + ".new")
     os.replace(path + ".new", path + ".rows")
     return True
@@ -488,7 +498,7 @@ class Store:
     path, n = self.folder.part(self.table, shard), int(self.index.samples[shard])
     try:
       with self.folder.lock(f"{self.table}.{shard}.part"):
-        want = np.flatnonzero(~np.fromfile(path + ".rows", bool))
+        want = np.flatnonzero(np.fromfile(path + ".rows", np.uint32) == 0)
         shutil.copyfile(path, tmp)
       off = np.fromfile(tmp, "<u4", n + 1, offset=4).astype(np.int64)
       spans = [(int(off[want[a]]), int(off[want[b] + 1])) for a, b in coalesce(off[want], off[want + 1])]
@@ -498,13 +508,18 @@ class Store:
     except (FileNotFoundError, FormatError, RemoteError): return False
     return True
 
-def open_shards(wants:list[tuple[Store, int, np.ndarray|None]], urgent:bool=False, threads:int=16) -> list[Shard]:
+def bounded(threads:int) -> int:
+  """As many threads as leave descriptors for others."""
+  return max(1, min(threads, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8))
+
+def open_shards(wants:list[tuple[Store, int, np.ndarray|None]], urgent:bool=False, threads:int=32) -> list[Shard]:
   """Map many shards at once, those that are not on this disk fetched in parallel: (store, shard, rows) with the rows wanted, int64[n], where a
   part of the shard will do, None for the whole. A part must not be kept for other rows; `urgent` as for Store.part()."""
   def one(want, map=map) -> Shard:  # noqa: A002
     store, shard, rows = want
     return rows is not None and store.part(shard, rows, urgent, map) or store.open(shard)
   if len(wants) == 1 or all(store.has(shard) for store, shard, _ in wants): return [one(want) for want in wants]
+  threads = bounded(threads)
   with ThreadPoolExecutor(threads) as shards, ThreadPoolExecutor(threads) as ranges: return list(shards.map(lambda w: one(w, ranges.map), wants))
 
 class Fetcher:
@@ -517,7 +532,7 @@ class Fetcher:
     self.change, self.stop, self.runs, self.full = threading.Condition(), threading.Event(), contextlib.ExitStack(), False
     self.store = self.shard = self.lo = self.hi = np.zeros(0, np.int64)
     self.positions:list[str] = []
-    self.most = max(1, min(threads, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8))
+    self.most = bounded(threads)
     self.width, self.active, self.hold, self.base = max(1, self.most // 2), 0, 0, 0.0
     self._window()
     self.threads = [threading.Thread(target=self._run, name=f"streaming-fetch-{i}", daemon=True) for i in range(self.most)]

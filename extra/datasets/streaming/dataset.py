@@ -142,7 +142,7 @@ class StreamingDataset:
     """Shard `number`, counted over all streams, mapped; fetched first where it is not on this disk."""
     return self._shards([number])[0]
 
-  def _shards(self, numbers:list[int], rows:Callable[[int], np.ndarray]|None=None) -> list[Shard]:
+  def _shards(self, numbers:list[int], rows:Callable[[int], np.ndarray]|None=None, urgent:bool=False) -> list[Shard]:
     """The shards, mapped. With rows(i), the rows wanted of numbers[i], a part of a shard will do."""
     with self._lock:
       found = [self._mapped.get(n) for n in numbers]
@@ -152,7 +152,7 @@ class StreamingDataset:
     start, missing = time.perf_counter_ns(), [i for i, s in enumerate(found) if s is None]
     stream = [bisect.bisect_right(self.first_shard, numbers[i]) - 1 for i in missing]
     wants = [(self.stores[s], numbers[i] - self.first_shard[s], rows(i) if rows is not None else None) for s, i in zip(stream, missing)]
-    opened = open_shards(wants)
+    opened = open_shards(wants, urgent=urgent)
     for i, (store, n, _), shard in zip(missing, wants, opened):
       found[i] = shard
       if DEBUG >= 2: print(f"streaming: mapped {'part of ' if shard.partial else ''}shard {n} of {store.where}, {shard.samples} samples")
@@ -200,13 +200,13 @@ class StreamingDataset:
     if missing := [c for c in columns if c not in have]: raise ValueError(f"no column {missing[0]!r}, have {', '.join(have)}")
 
   def raw(self, ids:np.ndarray, columns:Sequence[str]|None=None, new:Callable|None=None, sparse:bool=False,
-          pos:np.ndarray|None=None) -> dict[str, Any]:
+          urgent:bool=False, pos:np.ndarray|None=None) -> dict[str, Any]:
     """`gather` for ids that are in range, with arrays made by `new(shape, dtype)`, and what varies in size left where it is mapped. `sparse`: fetch
-    no more than these rows of shards that are not on this disk."""
+    no more than these rows of shards that are neither on this disk nor on their way; `urgent`: nor of those on their way."""
     number = self.offsets.searchsorted(ids, "right") - 1
     touched = np.unique(number)
     which, rows = touched.searchsorted(number), ids - self.offsets[number]
-    shards = self._shards(touched.tolist(), (lambda i: rows[which == i]) if sparse else None)
+    shards = self._shards(touched.tolist(), (lambda i: rows[which == i]) if sparse or urgent else None, urgent)
     wanted = self.encodings if columns is None else [c for c in columns if c in self.encodings]
     out = {c: self._column(c, self.encodings[c], shards, which, rows, new) for c in wanted}
     if self.provenance: out |= {k: v for k, v in self._origin(ids, pos).items() if columns is None or k in columns}

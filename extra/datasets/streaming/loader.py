@@ -17,13 +17,15 @@ REPLACEMENTS = 16 # other samples that are tried in place of a bad one
 # *** making a batch, in a worker ***
 
 class Job(NamedTuple):
-  """A rank's part of the global batch at `start`: rows from `real` on only pad it. `cold`: parts of shards will do."""
+  """A rank's part of the global batch at `start`: rows from `real` on only pad it. `cold`: it is too early for whole shards; `sparse`: they are
+  not worth it."""
   epoch: int
   start: int
   pos: np.ndarray
   ids: np.ndarray
   real: int
   cold: bool
+  sparse: bool
   def __str__(self) -> str: return f"the batch at epoch {self.epoch}, position {self.start}"
 
 class UserError(RuntimeError):
@@ -53,7 +55,7 @@ class Work:
     return layout, bad
 
   def make(self, job:Job, new:Callable) -> dict[str, Any]:
-    if self.plain or not len(job.ids): return self.ds.raw(job.ids, self.read, new, job.cold, job.pos)
+    if self.plain or not len(job.ids): return self.ds.raw(job.ids, self.read, new, job.sparse, job.cold, job.pos)
     if self.transform is None and self.collate is None: batch = self.columns_of(job)
     else:
       rows = self.samples(job)
@@ -65,7 +67,7 @@ class Work:
     return batch
 
   def columns_of(self, job:Job) -> dict[str, Any]:
-    return {k: v.tolist() if isinstance(v, Ragged) else v for k, v in self.ds.raw(job.ids, self.read, None, job.cold, job.pos).items()}
+    return {k: v.tolist() if isinstance(v, Ragged) else v for k, v in self.ds.raw(job.ids, self.read, None, job.sparse, job.cold, job.pos).items()}
 
   def samples(self, job:Job) -> list[dict[str, Any]]:
     columns = self.columns_of(job)
@@ -136,20 +138,21 @@ class Follower:
   def go(self, epoch:int, position:int):
     if epoch != self.epoch:
       length = self.mix.plan(epoch).length
-      shard, lo, hi = (np.concatenate([a, b + length if i else b]) for i, (a, b) in enumerate(zip(self.pieces(epoch), self.pieces(epoch + 1))))
+      then = self.pieces(epoch + 1)
+      then[1:3] += length
+      shard, lo, hi, count = np.concatenate([self.pieces(epoch), then], axis=1)
       store = np.searchsorted(self.ds.first_shard, shard, "right") - 1
-      self.fetcher.feed(store, shard - np.array(self.ds.first_shard)[store], lo, hi)
+      self.fetcher.feed(store, shard - np.array(self.ds.first_shard)[store], lo, hi, count)
       self.epoch = epoch
     self.fetcher.advance(position)
-  def pieces(self, epoch:int) -> tuple[np.ndarray, ...]:
-    """(shard, lo, hi) of what this rank reads: a shard's samples lie between positions lo and hi."""
+  def pieces(self, epoch:int) -> np.ndarray:
+    """int64[4, n]: (shard, lo, hi, count) of what this rank reads, `count` samples of a shard between positions lo and hi."""
     plan, (size, rank, ranks), lanes = self.mix.plan(epoch), self.share, self.mix.lanes
-    shard, lo, hi = plan.reach()
-    if ranks > 1 and lanes > 1 and self.ds.batching_method == "random":  # the lanes of the first windows are those of all, or nearly
-      windows = range(0, min(plan.length, 64 * size), size)
-      mine = np.isin(np.arange(lanes), np.concatenate([plan.slice(a, min(a + size, plan.length), rank, ranks) for a in windows]) % lanes)
-      shard, lo, hi = (x[mine[lo % lanes]] for x in (shard, lo, hi))
-    return shard, lo, hi
+    pieces = np.stack(plan.reach())
+    if ranks == 1 or lanes == 1 or self.mix.method != "random": return pieces
+    windows = range(0, min(plan.length, 64 * size), size)  # the lanes of the first windows are those of all, or nearly
+    mine = np.isin(np.arange(lanes), np.concatenate([plan.slice(a, min(a + size, plan.length), rank, ranks) for a in windows]) % lanes)
+    return pieces[:, mine[pieces[1] % lanes]]
   def close(self): self.fetcher.close()
 
 def follow_main(conn, payload, number:int, ring:Inherited):
@@ -182,6 +185,7 @@ def schedule(mix:Mix, epoch:int, start:int, size:int, rank:int, ranks:int, drop_
   """(epoch, position after the batch, job) from a position on, for ever; a job of None ends an epoch. Short batches are padded to `rows`."""
   while True:
     plan, length = mix.plan(epoch), mix.length(epoch, whole=drop_last)
+    sparse = 2 * length < sum(mix.total)
     n = batches(length, start, size, drop_last)
     chunk = max(1, 16384 // size)  # ids of several batches at a time: half the cost of small windows is fixed
     for b in range(0, n, chunk):
@@ -190,7 +194,7 @@ def schedule(mix:Mix, epoch:int, start:int, size:int, rank:int, ranks:int, drop_
       pos = real if rows is None else [x if len(x) == rows else np.resize(x if len(x) else a, rows) for x, a in zip(real, starts)]
       ids = np.split(plan.ids(np.concatenate(pos)), np.cumsum([len(x) for x in pos])[:-1])
       for a, r, x, i in zip(starts, real, pos, ids):
-        yield epoch, min(a + size, length), Job(epoch, a, x, i, len(r), cold > 0)
+        yield epoch, min(a + size, length), Job(epoch, a, x, i, len(r), cold > 0, sparse)
         cold -= 1
     yield epoch + 1, 0, None
     epoch, start = epoch + 1, 0

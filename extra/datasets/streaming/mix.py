@@ -344,9 +344,9 @@ class Plan:
     """The positions of the global batch [start, stop) that `rank` takes, int64[m]."""
     return rank_slice(start, stop, self.mix.lanes, rank, ranks)
 
-  def reach(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(shard, lo, hi), int64[P] each: a piece of global shard number `shard` is read between the positions lo and hi (exclusive)."""
-    return self.mix.shard[self.shard], *self.order.reach()
+  def reach(self) -> tuple[np.ndarray, ...]:
+    """(shard, lo, hi, count), int64[P] each: of global shard number `shard` `count` samples are read between the positions lo and hi (exclusive)."""
+    return self.mix.shard[self.shard], *self.order.reach(), self.count
 
   def _chosen(self, piece:np.ndarray, k:np.ndarray) -> np.ndarray:
     # which samples of its shard a part is: a permutation of the shard, from `first` on
@@ -496,8 +496,8 @@ class Blend:
     by, turn = np.lexsort([lane, which]), np.argsort(~bigger, kind="stable")[np.arange(n) % ranks]
     return pos[by[turn[np.lexsort([turn, which[by]])] == rank]]
 
-  def reach(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    spread, edge, out = self.tree.spread(), np.array(self.tree.edge), [(np.zeros(0, np.int64),) * 3]
+  def reach(self) -> tuple[np.ndarray, ...]:
+    spread, edge, out = self.tree.spread(), np.array(self.tree.edge), [(np.zeros(0, np.int64),) * 4]
     for i in (i for i, c in enumerate(self.counts) if c):
       ends, before, tail = [], self.tree.before[:, i], self.tail[i] - self.whole[i]
       for side, index in enumerate(self.stream(i).order.reach()):
@@ -507,6 +507,5 @@ class Blend:
         part = (unit + side - before[p]) / np.maximum(1, before[p+1] - before[p]) + (spread[p, i] if side else -spread[p, i])
         at = np.clip(edge[p] + part * (edge[p+1] - edge[p]) + (2 * side - 1), edge[p], edge[p+1]).astype(np.int64) * self.unit
         ends.append(np.where(index < self.whole[i], at, tail + index + side))
-      out.append((self.mix.shard[self.stream(i).shard], *ends))
-    shard, lo, hi = zip(*out)
-    return np.concatenate(shard), np.concatenate(lo), np.concatenate(hi)
+      out.append((self.mix.shard[self.stream(i).shard], *ends, self.stream(i).count))
+    return tuple(np.concatenate(x) for x in zip(*out))
