@@ -1,4 +1,4 @@
-import csv, datetime, decimal, importlib.util, io, json, os, random, struct, tarfile, unittest
+import csv, datetime, decimal, gzip, importlib.util, io, json, os, random, struct, tarfile, unittest
 from pathlib import Path
 import numpy as np
 from extra.datasets.streaming.convert import ConvertError, convert
@@ -151,7 +151,8 @@ class TestParquet(ConvertCase):
     for cols, why in (({"t": pa.array([1, None], pa.timestamp("s"))}, "column 't' has 1 nulls, which int64 does not hold"),
                       ({"n": pa.nulls(2)}, "column 'n' has the type null"),
                       ({"s": [{"t": datetime.datetime(2020, 1, 1)}] * 2}, "row 0: column 's': datetime"),
-                      ({"l": pa.array([[1], [2, None]])}, "row 1: column 'l': null, which ndarray:int64 does not hold")):
+                      ({"l": pa.array([[1], [2, None]])}, "row 1: column 'l': null, which ndarray:int64 does not hold"),
+                      ({"l": pa.array([[1, 2], [2, None]], pa.list_(pa.int8(), 2))}, "row 1: column 'l': null, which ndarray:int8:2 does not hold")):
       with self.subTest(why=why), self.assertRaisesRegex(ConvertError, why): convert(self.parquet("x.parquet", **cols), self.out, exist_ok=True)
     p = self.parquet("x.parquet", l=pa.array([[1], [2, None], [3], None, [], [6]]), a=list(range(6)))
     self.assertEqual(convert(p, self.out, columns={"l": "ndarray:int64"}, skip_bad=True, exist_ok=True).skipped, 2)
@@ -299,6 +300,19 @@ class TestPython(ConvertCase):
                        ([{"a": 1}] * 1001 + [{"b": 1}], "row 1001: column 'a' is missing"),
                        ([{"a": "x"}, {"a": b"x"}], "column 'a' has values of types")):
       with self.subTest(why=why), self.assertRaisesRegex(ValueError, why): convert(given, self.out, exist_ok=True)
+
+class TestBroken(ConvertCase):
+  def test_cut_files_are_named(self):
+    with tarfile.open(self.path("x.tar.gz"), "w:gz") as tar: tar.add(self.write("0.txt", os.urandom(100_000)), "0.txt")
+    self.jsonl([{"a": i} for i in range(1000)])
+    with open(self.path("x.jsonl"), "rb") as f: self.write("y.jsonl.gz", gzip.compress(f.read()))
+    self.npz(x=np.random.default_rng(0).random(1000), save=np.savez_compressed)
+    write_idx(self.path("train-images-idx3-ubyte.gz"), np.random.default_rng(0).integers(0, 255, (99, 9, 9), np.uint8))
+    write_idx(self.path("train-labels-idx1-ubyte.gz"), np.zeros(99, np.uint8))
+    for name in ("x.tar.gz", "y.jsonl.gz", "x.npz", "train-images-idx3-ubyte.gz"):
+      with open(p := self.path(name), "r+b") as f: f.truncate(os.path.getsize(p) * 2 // 3)
+      with self.subTest(name=name), self.assertRaisesRegex(ValueError, name): convert(p, self.out, exist_ok=True)
+    with self.assertRaisesRegex(ValueError, "not rows of 3073"): convert(self.write("data_batch_1.bin", b"x" * 4000), self.out, exist_ok=True)
 
 class TestRemote(ConvertCase):
   def test_http_sources(self):

@@ -2,21 +2,21 @@
 
 A source is cut into parts that do not depend on the workers. Each part becomes a folder of shards, and its index.json, put in place last, says that
 it is done; the indexes are merged at the end. So the output is the same for any number of workers, and after a kill the same command goes on."""
-import argparse, contextlib, fcntl, hashlib, json, multiprocessing, os, re, shutil, sys, tempfile, time
-from concurrent.futures import Executor, FIRST_COMPLETED, ProcessPoolExecutor, as_completed, wait
-from concurrent.futures.process import BrokenProcessPool
+import argparse, contextlib, fcntl, hashlib, json, os, re, shutil, sys, tempfile, time
+from collections import deque
+from concurrent.futures import Executor, as_completed
 from dataclasses import dataclass, replace
-from multiprocessing.context import SpawnContext, SpawnProcess
+from multiprocessing import connection
 from typing import Any, Callable, Iterator
 import numpy as np
 from . import sources
 from .format import Index, MDSWriter, encoding, merge_index, need, parse_size, write_atomic
-from .loader import child_setup, quiet_start
+from .pool import Child, dump, load, pack_error, unpack_error
 from .remote import Remote, redact
 from .shuffle import hash64
-from .sources import Options, Part, Rows, weight
+from .sources import Options, Rows, weight
 
-CHUNK, BUCKET = 64 << 20, 128 << 20      # bytes that a shuffle sorts at once, in its first and second pass
+CHUNK, BUCKET = 32 << 20, 56 << 20       # bytes that a shuffle sorts at once, in its first pass and (about a shard) in its second
 
 class ConvertError(ValueError):
   """A row, a source or an output that cannot be converted as asked."""
@@ -38,7 +38,8 @@ def get(out:Out, name:str) -> bytes|None:
   if local := local_of(out):
     with contextlib.suppress(FileNotFoundError), open(os.path.join(local, name), "rb") as f: return f.read()
     return None
-  return Remote(out).read(name) if Remote(out).exists(name) else None
+  remote = Remote(remote_of(out))       # type: ignore
+  return remote.read(name) if remote.exists(name) else None
 
 def put(out:Out, name:str, data:bytes):
   if local := local_of(out):
@@ -57,7 +58,7 @@ def index_of(out:Out) -> Index|None: return None if (data := get(out, "index.jso
 @dataclass(frozen=True)
 class Job:
   number:int
-  part:Part|None                 # None: a bucket of the second pass of a shuffle
+  part:Any                       # a sources.Part; None: a bucket of the second pass of a shuffle
   outs:dict[str, Out]            # split -> folder
   columns:dict[str, str]
   writer:dict[str, Any]          # compression, hashes, size_limit
@@ -76,10 +77,11 @@ def join(batches:list[dict[str, Any]]) -> dict[str, Any]:
 
 def write_rows(w:MDSWriter, rows:np.ndarray, batch:dict[str, Any], columns:dict[str, str], bad:sources.Bad) -> np.ndarray:
   """Write a batch and return which of its rows were written: all, or those that fit when bad() lets the others go."""
+  before, kept = w.rows, []
   try: w.write_batch(batch)
-  except (TypeError, ValueError): pass
+  except (TypeError, ValueError):
+    if w.rows != before: raise         # not for a row's values: those are told before any row is added
   else: return np.arange(len(rows))
-  kept = []
   for i in range(len(rows)):
     sample = {n: v[i] for n, v in batch.items()}
     try: w.write(sample)
@@ -97,7 +99,7 @@ def route(job:Job, bad:sources.Bad) -> Iterator[tuple[str, np.ndarray, np.ndarra
   """(split, row numbers, keys, columns, bytes of the part so far): the batches of a part, and where their rows go."""
   for rows, batch, done in sources.read(job.part, job.columns, bad):
     if not len(rows): continue
-    keys = hash64(job.seed or 0, job.number, rows)
+    keys:Any = hash64(job.seed or 0, job.number, rows)
     if not job.val: yield job.part.split, rows, keys, batch, done
     else:
       val = hash64("val", keys) < np.uint64(int(job.val * 2**64))
@@ -107,9 +109,10 @@ class Sink:
   """A folder that a part is written to. For a shuffle each CHUNK is sorted by key, and the keys are kept beside the shards."""
   def __init__(self, out:Out, job:Job, bad:sources.Bad):
     clear(out)
-    self.out, self.columns, self.bad, self.waiting, self.size = out, job.columns, bad, [], 0
-    self.w = MDSWriter(out=out, columns=job.columns, exist_ok=True, **job.writer)
-    self.keys = None if job.seed is None else open(os.path.join(out, ".keys"), "wb")
+    self.out, self.columns, self.bad, self.size = out, job.columns, bad, 0
+    self.waiting:list[tuple[np.ndarray, np.ndarray, dict[str, Any]]] = []
+    self.w = MDSWriter(out=out, columns=job.columns, exist_ok=True, workers=1, **job.writer)     # processes, not threads, are what makes it quick
+    self.keys:Any = None if job.seed is None else open(f"{out}/.keys", "wb")
 
   def add(self, rows:np.ndarray, keys:np.ndarray, batch:dict[str, Any]):
     if self.keys is None: write_rows(self.w, rows, batch, self.columns, self.bad)
@@ -120,16 +123,14 @@ class Sink:
 
   def flush(self):
     if self.waiting:
-      rows, keys = (np.concatenate([w[i] for w in self.waiting]) for i in (0, 1))
+      rows, keys = np.concatenate([w[0] for w in self.waiting]), np.concatenate([w[1] for w in self.waiting])
       at = np.argsort(keys, kind="stable")
       batch, self.waiting, self.size = pick(join([w[2] for w in self.waiting]), at), [], 0
       kept = write_rows(self.w, rows[at], batch, self.columns, self.bad)
       self.keys.write(np.uint64(len(kept)).tobytes() + keys[at][kept].tobytes())
 
   def close(self, skipped:list[dict]):
-    if self.keys is not None:
-      self.flush()
-      self.keys.close()
+    if self.keys is not None: self.keys.close()
     if skipped: put(self.out, "skipped.jsonl", "".join(json.dumps(s) + "\n" for s in sorted(skipped, key=lambda s: s["row"])).encode())
     self.w.finish()
 
@@ -152,9 +153,8 @@ def write_part(job:Job, tell:Tell=lambda *_: None) -> int:
     for split, numbers, keys, batch, done in route(job, bad):
       sinks[split].add(numbers, keys, batch)
       tell(job.number, rows := rows + len(numbers), min(done, job.size))
-    for split, sink in sinks.items():
-      if sink.keys is not None: sink.flush()
-    for split, sink in sinks.items(): sink.close(skipped if split == next(iter(sinks)) else [])
+    for sink in sinks.values(): sink.flush()
+    for i, sink in enumerate(sinks.values()): sink.close([] if i else skipped)
   except BaseException:
     for sink in sinks.values(): sink.w.abort()
     raise
@@ -176,7 +176,7 @@ def write_bucket(job:Job, tell:Tell=lambda *_: None) -> int:
   order = np.argsort(np.concatenate([k for k, _ in found]), kind="stable") if found else np.zeros(0, np.int64)
   batches = [b for _, b in found]
   clear(out := next(iter(job.outs.values())))
-  with MDSWriter(out=out, columns=job.columns, exist_ok=True, **job.writer) as w:
+  with MDSWriter(out=out, columns=job.columns, exist_ok=True, workers=1, **job.writer) as w:
     if found: w.write_batch(pick(join(batches), order))
   tell(job.number, len(order), job.size)
   return len(order)
@@ -228,19 +228,6 @@ def check_part(job:Job, tell:Tell=lambda *_: None) -> int:
 
 Work = Callable[..., int]        # (job, tell) -> what run() returns of it
 
-class _Process(SpawnProcess):
-  @staticmethod
-  def _Popen(process_obj):
-    with quiet_start(need_main=False): return SpawnProcess._Popen(process_obj)
-class _Spawn(SpawnContext): Process = _Process     # type: ignore
-
-_told:Any = None
-def _start(told):
-  global _told
-  _told = told
-  child_setup(())
-def _work(work:Work, job:Job) -> int: return work(job, lambda *args: _told.send(args))
-
 def run_on(executor:Executor, work:Work, jobs:list[Job]) -> Iterator[tuple[Job, int]]:
   futures = {executor.submit(work, job): job for job in jobs}
   try:
@@ -248,46 +235,64 @@ def run_on(executor:Executor, work:Work, jobs:list[Job]) -> Iterator[tuple[Job, 
   finally:
     for f in futures: f.cancel()
 
+def worker(conn, work:bytes):
+  """In a process of the pool: do the jobs that come."""
+  fn = load(work)
+  while True:
+    job = conn.recv()
+    try: answer = ("done", fn(job, lambda *told: conn.send(("told", told))))
+    except Exception as e: answer = ("error", pack_error(e))
+    conn.send(answer)
+
 def run_pool(workers:int, work:Work, jobs:list[Job], tell:Tell) -> Iterator[tuple[Job, int]]:
-  """Jobs on processes of this machine. What a worker that dies (by the out-of-memory killer, say) had in hand is done again, three times at most."""
-  left, deaths = {job.number: job for job in jobs}, 0
-  while left:
-    reader, writer = multiprocessing.Pipe(duplex=False)
-    pool = ProcessPoolExecutor(min(workers, len(left)), _Spawn(), _start, (writer,))
-    try:
-      futures = {pool.submit(_work, work, job): job for job in left.values()}
-      while futures:
-        done, _ = wait(futures, 0.1, FIRST_COMPLETED)
-        while reader.poll(): tell(*reader.recv())
-        for f in done:
-          result, deaths = f.result(), 0
-          del left[(job := futures.pop(f)).number]
-          yield job, result
-    except BrokenProcessPool:
-      if (deaths := deaths + 1) > 3: raise RuntimeError(f"workers died {deaths} times at parts {sorted(left)[:workers]}: out of memory?") from None
-    except BaseException:
-      for p in multiprocessing.active_children():
-        if isinstance(p, _Process): p.kill()
-      raise
-    finally:
-      pool.shutdown(cancel_futures=True)
-      reader.close()
-      writer.close()
+  """Jobs on processes of this machine. A job whose worker dies (by the out-of-memory killer, say) is done again, three times at most."""
+  todo, deaths = deque(jobs), dict.fromkeys((job.number for job in jobs), 0)
+  idle:list[Child] = []
+  value:Any
+  busy:dict[Any, tuple[Child, Job]] = {}
+  try:
+    while todo or busy:
+      while todo and len(busy) < workers:
+        child, job = idle.pop() if idle else Child("spawn", worker, dump(work, "spawn")), todo.popleft()
+        busy[child.conn] = child, job
+        with contextlib.suppress(ConnectionError): child.conn.send(job)       # of one that died: the wait sees it
+      for conn in connection.wait(list(busy)):
+        child, job = busy[conn]
+        try: kind, value = child.conn.recv()
+        except (EOFError, ConnectionError):
+          del busy[conn]
+          child.process.join()
+          code, deaths[job.number] = child.process.exitcode, deaths[job.number] + 1
+          child.close()
+          if deaths[job.number] > 3: raise RuntimeError(f"part {job.number}: its worker died {deaths[job.number]} times, exit code {code}") from None
+          todo.appendleft(job)
+          continue
+        if kind == "told": tell(*value)
+        elif kind == "error": raise unpack_error(value)
+        else:
+          del busy[conn]
+          idle.append(child)
+          yield job, value
+  finally:
+    left = idle + [child for child, _ in busy.values()]
+    for child in left: child.process.kill()
+    for child in left: child.close()
 
 class Progress:
   """Rows and bytes told by the parts, on tinygrad's progress bar."""
   def __init__(self, total:int, quiet:bool):
-    self.told, self.start, self.shown, self.bar = {}, time.perf_counter(), 0, None
+    self.told:dict[int, tuple[int, int]] = {}
+    self.rows, self.start = 0, time.perf_counter()
+    self.bar:Any = None
     if not quiet:
       from tinygrad.helpers import tqdm
       self.bar = tqdm(total=total, unit="B", unit_scale=True, disable=None)
   def __call__(self, number:int, rows:int, size:int):
-    self.told[number] = (rows, size)
+    old_rows, old_size = self.told.get(number, (0, 0))
+    self.told[number], self.rows = (rows, size), self.rows + rows - old_rows
     if self.bar is None: return
-    rows, size = (sum(t[i] for t in self.told.values()) for i in (0, 1))
-    self.bar.set_description(f"{rows / max(time.perf_counter() - self.start, 1e-9):,.0f} rows/s")
-    self.bar.update(size - self.shown)
-    self.shown = size
+    self.bar.set_description(f"{self.rows / max(time.perf_counter() - self.start, 1e-9):,.0f} rows/s")
+    self.bar.update(size - old_size)
 
 def run(work:Work, jobs:list[Job], workers:int, executor:Executor|None, quiet:bool, keep:bool) -> int:
   """Do the jobs and return the sum of what they give. With `keep` those whose folders have an index are done already."""
@@ -295,6 +300,7 @@ def run(work:Work, jobs:list[Job], workers:int, executor:Executor|None, quiet:bo
   for job in jobs:
     if keep and all(index_of(out) is not None for out in job.outs.values()): progress(job.number, 0, job.size)
     else: todo.append(job)
+  results:Any
   if executor: results = run_on(executor, work, todo)
   elif min(workers, len(todo)) < 2: results = ((job, work(job, progress)) for job in todo)
   else: results = run_pool(workers, work, todo, progress)
@@ -303,6 +309,7 @@ def run(work:Work, jobs:list[Job], workers:int, executor:Executor|None, quiet:bo
       progress(job.number, progress.told.get(job.number, (result, 0))[0], job.size)
       total += result
   finally:
+    results.close()
     if progress.bar is not None: progress.bar.update(close=True)
   return total
 
@@ -317,31 +324,33 @@ class Summary:
   skipped:int
   seconds:float
 
-def clear(out:Out):
-  """Remove what a conversion that ended early left in a folder."""
+def clear(out:Out, also:str=r"\.keys"):
+  """Remove the shards of a conversion, or what one that ended early has left of them, from a folder."""
   if not (local := local_of(out)) or not os.path.isdir(local): return
   for name in sorted(os.listdir(local), key=lambda n: not n.startswith("index.json")):      # what an index lists is there as long as the index is
-    if re.fullmatch(r"\.?index\.json.*|shard\.\d{5,}\..*|\.keys", name): os.remove(os.path.join(local, name))
+    if re.fullmatch(rf"\.?index\.json.*|shard\.\d{{5,}}\..*|{also}", name): os.remove(os.path.join(local, name))
 
 def folders(out:Out, split:str, n:int) -> list[Out]: return [under(out, split)] if n == 1 else [under(out, split, f"{i:05}") for i in range(n)]
 
-def prepare(out:Out, record:dict, splits:list[str], exist_ok:bool, verify:bool) -> str:
+def prepare(out:Out, record:dict, splits:list[str], exist_ok:bool, verify:bool, heap:str) -> str:
   """Make sure that nothing of others is harmed in `out`. "ready" when it is whole and only to be verified, "begun" when parts that are there are to
   be kept, else "new"."""
   old, ready, local = get(out, "convert.json"), all(index_of(under(out, split)) is not None for split in splits), local_of(out)
   was = {} if old is None else json.loads(old)
   other = sorted(k for k in record.keys() | was.keys() if record.get(k) != was.get(k))
+  if ready or other: shutil.rmtree(heap, ignore_errors=True)
   if not other and (verify and ready and not exist_ok or not ready): return "ready" if ready else "begun"
   if not exist_ok:
     if was and other: raise ConvertError(f"{show(out)} holds a conversion with another {', '.join(other)}: --exist-ok begins anew")
     if ready: raise FileExistsError(f"{show(out)} is a dataset already: --exist-ok makes it anew")
     if local and os.listdir(local): raise FileExistsError(f"{local} is not empty, and no conversion has begun it")
-  if local:
-    for folder in [local, *(os.path.join(local, split) for split in {*splits, "train", "val", "test"} - {""})]:
-      clear(folder)
-      for d in os.listdir(folder) if os.path.isdir(folder) else ():
-        if re.fullmatch(r"\d{5}", d): shutil.rmtree(os.path.join(folder, d))
-        if d == "skipped.jsonl": os.remove(os.path.join(folder, d))
+  for split in dict.fromkeys(("", *was.get("splits", ()), *splits)) if local else ():
+    folder = os.path.join(local, split)     # type: ignore
+    clear(folder, also := r"skipped\.jsonl")
+    for name in os.listdir(folder) if os.path.isdir(folder) else ():
+      if re.fullmatch(r"\d{5,}", name):
+        clear(part := os.path.join(folder, name), also)
+        with contextlib.suppress(OSError): os.rmdir(part)       # what else is in it is not ours
   put(out, "convert.json", json.dumps(record, indent=1).encode())
   return "new"
 
@@ -395,8 +404,11 @@ def convert(source:Any, out:Out, *, kind:str|None=None, columns:dict[str, str]|N
   in `out`, written before or now, with the source. `dry_run` only estimates. More options are those of sources.Options.
   Raises ConvertError for a row that does not fit, naming file, row, column and value; with `skip_bad` such rows are listed in skipped.jsonl."""
   start, opt = time.perf_counter(), Options(**options)
+  out = (os.fspath(out[0]), os.fspath(out[1])) if isinstance(out, (tuple, list)) else os.path.expanduser(os.fspath(out))
+  if isinstance(source, (str, os.PathLike)): source = os.path.expanduser(os.fspath(source))
   if not 0 <= val < 1: raise ConvertError(f"val={val}: give a share of the rows, from 0 to under 1")
   kind, p = sources.plan(source, kind, opt)
+  if not p.parts: raise ConvertError(f"{redact(source)}: nothing in it")
   chosen, name = choose(p.columns, columns or {}, only), redact(source) if isinstance(source, str) else f"<{type(source).__name__}>"
   if not quiet: print("\n".join([f"{name} ({kind}) has", *(f"  {n}: {e}" for n, e in chosen.items()), *(f"  {n}" for n in p.notes)]))
   splits = ["train", "val"] if val else sorted({part.split for part in p.parts}, key=lambda s: (s != "train", s))
@@ -409,27 +421,25 @@ def convert(source:Any, out:Out, *, kind:str|None=None, columns:dict[str, str]|N
   if dry_run:
     print(estimate(jobs({}), parse_size(size_limit)))
     return None
-  record = {"source": name, "kind": kind, "columns": chosen, "classes": p.classes, **writer, "shuffle_seed": shuffle_seed, "val": val,
-            "skip_bad": skip_bad, **vars(opt), "parts": len(p.parts),
+  record = {"source": name, "kind": kind, "columns": chosen, "classes": p.classes, "splits": splits, **writer, "shuffle_seed": shuffle_seed,
+            "val": val, "skip_bad": skip_bad, **vars(opt), "parts": len(p.parts),
             "digest": hashlib.sha1(repr([replace(part, extra=None) if kind == "rows" else part for part in p.parts]).encode()).hexdigest()}
-  if shuffle_seed is not None and not (scratch := scratch or local_of(out)):
-    raise ConvertError("a shuffle to a URL needs --scratch, a folder that all workers see")
+  if shuffle_seed is not None and not (scratch or local_of(out)): raise ConvertError("a shuffle to a URL needs --scratch, a folder all workers see")
+  heap = os.path.join(scratch or local_of(out) or "", f".scatter-{hashlib.sha1(show(out).encode()).hexdigest()[:8]}")     # first pass of a shuffle
   with lock(out), executor_of(executor) as pool:
     def do(work:Work, jobs:list[Job]) -> int: return run(work, jobs, workers, pool, quiet, keep and work is not check_part)
-    state = prepare(out, record, splits, exist_ok, verify)
+    state = prepare(out, record, splits, exist_ok, verify, heap)
     keep, places = state == "begun", {s: folders(out, s, n) for s, n in counts.items()}
     if state != "ready":
-      if shuffle_seed is None: do(write_part, first := jobs(places))
-      else:
-        heap = os.path.join(scratch or "", ".scatter")
-        if not keep: shutil.rmtree(heap, ignore_errors=True)
-        do(write_part, first := jobs({s: [under(heap, s, f"{i:05}") for i in range(n)] for s, n in counts.items()}, {"hashes": []}))
+      if shuffle_seed is None: first = jobs(places)
+      else: first = jobs({s: [under(heap, s, f"{i:05}") for i in range(n)] for s, n in counts.items()}, {"hashes": []})
+      do(write_part, first)
       if skipped := b"".join(get(d, "skipped.jsonl") or b"" for job in first for d in job.outs.values()) if skip_bad else b"":
         put(out, "skipped.jsonl", skipped)
       if shuffle_seed is not None: places = write_buckets(out, first, splits, writer, do)
       for s, dirs in places.items():
         if len(dirs) > 1: merge_index(dirs, under(out, s))
-      if shuffle_seed is not None: shutil.rmtree(heap)
+      shutil.rmtree(heap, ignore_errors=True)
     if verify: check(jobs({} if shuffle_seed is not None else places), out, splits, do)
   return summary(out, splits, start)
 
@@ -456,14 +466,14 @@ def check(jobs:list[Job], out:Out, splits:list[str], do:Callable[[Work, list[Job
     raise ConvertError(f"{show(out)} does not have the rows of the source, each as often")
 
 def summary(out:Out, splits:list[str], start:float) -> Summary:
-  found = {s: index_of(under(out, s)) for s in splits}
-  return Summary(out, {s: int(i.samples.sum()) for s, i in found.items()}, sum(map(len, found.values())),
+  found:dict[str, Any] = {s: index_of(under(out, s)) for s in splits}
+  return Summary(out, {s: int(i.samples.sum()) for s, i in found.items()}, sum(len(i) for i in found.values()),
                  sum(int(i.raw_size.sum()) for i in found.values()), (get(out, "skipped.jsonl") or b"").count(b"\n"), time.perf_counter() - start)
 
 def estimate(jobs:list[Job], size_limit:int|None) -> str:
   """Convert for about a second, to nowhere, and tell what all of it would be."""
   bad, skipped = bad_rows(replace(jobs[0], skip_bad=True))
-  rows, read, widths, names = 0, 0, [], list(jobs[0].columns)
+  rows, read, widths, names, more = 0, 0, [], list(jobs[0].columns), True
   with tempfile.TemporaryDirectory(prefix="convert-") as tmp, MDSWriter(out=tmp, columns=jobs[0].columns, exist_ok=True, **jobs[0].writer) as w:
     begun = time.perf_counter()
     for job in jobs:
@@ -479,7 +489,7 @@ def estimate(jobs:list[Job], size_limit:int|None) -> str:
   scale = 1 if more else sum(job.size for job in jobs) / max(read, 1)
   each = dict(zip(names, np.mean(widths, 0).tolist())) if widths else {}
   total, about = sum(each.values()) * rows * scale, "" if more else "about "
-  lines = [f"would write {about}{rows * scale:,.0f} rows, {total:,.0f} bytes, {total / (size_limit or 1 << 32) + 0.5:,.0f} or more shards",
+  lines = [f"would write {about}{rows * scale:,.0f} rows, {total:,.0f} bytes, {max(1, -(-total // (size_limit or 1 << 32))):,.0f} or more shards",
            *(f"  {n}: {b * rows * scale:,.0f} bytes" for n, b in each.items()), f"in {about}{seconds * scale:,.1f} s with one worker"]
   if skipped: lines += [f"of the {rows + len(skipped)} rows tried {len(skipped)} do not fit: row {skipped[0]['row']}: {skipped[0]['why']}"]
   return "\n".join(lines)
@@ -544,7 +554,7 @@ def main(argv:list[str]|None=None) -> int:
     print(f"convert: {e}", file=sys.stderr)
     return 1
   if s is None: return 0
-  print(report(s))
+  print(("verified: " if a.verify else "") + report(s))
   return 3 if s.skipped else 0
 
 if __name__ == "__main__":

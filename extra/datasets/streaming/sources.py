@@ -1,11 +1,11 @@
 """What people have, as rows in columns. plan() looks at a source once: its columns, its parts in the order of the output, notes. A part is
 plain data that any process can read: read(part, ...) yields batches of a few MB, so memory stays flat."""
-import contextlib, csv, decimal, glob, gzip, importlib, io, itertools, json, math, os, re, struct, tarfile, tempfile, zipfile
+import contextlib, csv, decimal, glob, gzip, importlib, io, itertools, json, math, os, re, struct, tarfile, tempfile, zipfile, zlib
 from dataclasses import dataclass, field, replace
 from typing import Any, Callable, Iterable, Iterator, NamedTuple
 import numpy as np
 from .cache import Store
-from .format import Index, Shard, encoding, need
+from .format import Index, Shard, cast, encoding, need
 from .remote import Remote, redact
 from .tokens import megatron, pack, token_file, tokenizer
 
@@ -35,6 +35,8 @@ class Options:
   seq_len:int|None = None         # tokens in a row; None: a row a document
   end_token:int|None = None       # after each document; None: the tokenizer's own
   tail:str = "drop"               # what is left of a part's tokens: "drop", or "pad" with the end token
+  def __post_init__(self):
+    if self.part_size < 1 or (self.seq_len is not None and self.seq_len < 1) or self.tail not in ("drop", "pad"): raise ValueError(f"no use: {self}")
 
 Batch = tuple[np.ndarray, dict[str, Any], int]  # row numbers int64[n], columns (array or list of n), bytes of the part read so far
 Bad = Callable[[int, str], None]                # told of each row that can't be read: raises, or returns when it is to be skipped
@@ -69,7 +71,9 @@ def weight(v:Any) -> int: return v.nbytes if isinstance(v, np.ndarray) else len(
 
 def batched(rows:Iterable[tuple[int, dict, int]], columns:dict[str, str]) -> Iterator[Batch]:
   """Batches of rows given one by one: (number, row, bytes of the part read so far)."""
-  numbers, batch, size, done = [], {n: [] for n in columns}, 0, 0
+  numbers:list[int] = []
+  batch:dict[str, list] = {n: [] for n in columns}
+  size, done = 0, 0
   for number, row, done in rows:
     numbers.append(number)
     for n, values in batch.items():
@@ -91,7 +95,7 @@ def check_row(row:Any, columns:Iterable[str], known:tuple[str, ...]) -> dict:
 def value_encoding(values:list) -> str:
   types = {type(v) for v in values}
   if types == {int}: return "int" if all(-2**63 <= v < 2**63 for v in values) else "str_int"
-  if types <= {int, float}: return "float64"
+  if types <= {int, float}: return "float64" if all(abs(v) <= 2**53 for v in values if type(v) is int) else "json"
   if len(types) > 1: return "json" if types <= {str, bool, int, float, list, dict, type(None)} else f"!has values of types {types}"
   kind, first = types.pop(), values[0]
   if isinstance(first, np.ndarray):
@@ -170,7 +174,9 @@ def idx_arrays(path:str, extra:Any) -> dict[str, Array]:
 
 def cifar_arrays(path:str, extra:Any) -> dict[str, Array]:
   """CIFAR-10 as published (https://www.cs.toronto.edu/~kriz/cifar.html): rows of a label and 3 x 32 x 32, in a .bin or a member of the .tar.gz."""
-  if extra is None: a = memmap(path, np.dtype("u1"), 0, (os.path.getsize(path) // 3073, 3073))
+  if extra is None:
+    if (size := os.path.getsize(path)) % 3073: raise ValueError(f"{path}: {size} bytes, not rows of 3073")
+    a = memmap(path, np.dtype("u1"), 0, (size // 3073, 3073))
   else:
     with tarfile.open(path) as tar: a = np.frombuffer(tar.extractfile(extra).read(), np.uint8)     # type: ignore
     a = a.reshape(-1, 3073)
@@ -321,7 +327,8 @@ def number(kind:type) -> Callable[[str], Any]:
 def of_text(encoding:str) -> Callable[[str], Any]|None:
   if re.fullmatch(r"u?int\d*|str_int", encoding): return number(int)
   if re.fullmatch(r"b?float\d+|str_float", encoding): return number(float)
-  return {"str": str, "bytes": str.encode, "json": json.loads, "str_decimal": decimal.Decimal}.get(encoding)
+  parsers:dict[str, Callable[[str], Any]] = {"str": str, "bytes": str.encode, "json": json.loads, "str_decimal": decimal.Decimal}
+  return parsers.get(encoding)
 
 def cell_encoding(cells:list[str]) -> str:
   if all(re.fullmatch(r"-?(0|[1-9]\d*)", c) for c in cells): return value_encoding([int(c) for c in cells])
@@ -333,8 +340,11 @@ def cells(part:Part, reader:Iterable[tuple[list[bytes], int]]) -> Iterator[tuple
   done = 0
   def text() -> Iterator[str]:
     nonlocal done
+    code = "utf-8" if part.start else "utf-8-sig"
     for block, done in reader:
-      for line in block: yield line.decode("utf-8-sig") + "\n"
+      for line in block:
+        yield line.decode(code) + "\n"
+        code = "utf-8"
   records = csv.reader(text(), delimiter="\t" if part.kind == "tsv" else ",", strict=True)
   try:
     for record in records:
@@ -384,7 +394,7 @@ def plan_images(kind:str, source:str, opt:Options) -> Plan:
   for i, (n, bytes_, _) in enumerate(images):
     group.append((n, label[n.split("/")[0]], bytes_))
     if (size := size + bytes_) >= opt.part_size or i == len(images) - 1:
-      parts.append(Part(kind, source, size=size, extra=tuple(group)))
+      parts.append(Part(kind, source, i + 1 - len(group), i + 1, size, extra=tuple(group)))
       group, size = [], 0
   plan = Plan({"image": "jpeg" if any(e == "jpeg" for _, _, e in images) else "png", "label": "int"}, parts, classes=classes)
   plan.notes.append(f"{len(classes)} classes: {', '.join(classes[:10])}{', ...' if len(classes) > 10 else ''}")
@@ -401,7 +411,7 @@ def read_images(part:Part, columns:dict[str, str], bad:Bad) -> Iterator[Batch]:
     finally: os.close(fd)
   def rows() -> Iterator[tuple[int, dict, int]]:
     done = 0
-    for i, (name, label, size) in enumerate(part.extra):
+    for i, (name, label, size) in enumerate(part.extra, part.start):
       done += len(data := load(name, size))
       if len(data) != size: raise ValueError(f"{part.file}/{name}: it had {size} bytes a while ago, now it has not")
       if data.startswith((b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n")): yield i, {"image": data, "label": label}, done
@@ -469,8 +479,8 @@ def parquet_column(t:Any) -> tuple[str, str]:
 def plan_parquet(kind:str, source:str, opt:Options) -> Plan:
   need("pyarrow", "parquet")
   import pyarrow.parquet as pq
-  plan, files, schema = Plan({}, []), files_of(source, (".parquet", ".pq")), None
-  nulls:dict[str, int] = {}
+  plan, files, nulls = Plan({}, []), files_of(source, (".parquet", ".pq")), dict[str, int]()
+  schema:Any = None
   for file in files:
     with here(file) as path, pq.ParquetFile(path) as f:
       if schema is not None and not f.schema_arrow.equals(schema): raise ValueError(f"{redact(file)}: its schema is not that of {redact(files[0])}")
@@ -528,9 +538,9 @@ def holes(a:Any, encoding:str, pc:Any) -> np.ndarray:
   """Rows that are null, or lists of numbers with a null in them."""
   if encoding == "json": return np.zeros(len(a), bool)
   null = a.is_null().to_numpy(zero_copy_only=False)
-  if hasattr(a, "flatten") and hasattr(a.type, "value_type") and hasattr(a, "values") and (flat := a.flatten()).null_count:
-    null = null.copy()
-    null[np.unique(pc.list_parent_indices(a).to_numpy()[flat.is_null().to_numpy(zero_copy_only=False)])] = True
+  if not encoding.startswith("ndarray") or not (flat := a.flatten()).null_count: return null
+  null = null.copy()
+  null[pc.list_parent_indices(a).to_numpy()[flat.is_null().to_numpy(zero_copy_only=False)]] = True
   return null
 
 # *** text and tokens ***
@@ -548,13 +558,14 @@ def plan_text(kind:str, source:str, opt:Options) -> Plan:
   t, parts, group, size = tokenizer(opt.tokenizer), [], [], 0
   end = t.end if opt.end_token is None else opt.end_token
   files = files_of(source)
-  for f in files:
-    for piece in line_parts(kind, [f], opt) if opt.seq_len else [Part(kind, f, 0, bytes_of(f), bytes_of(f))]:
-      group.append((f, piece.start, piece.stop, piece.stop == piece.start + piece.size and piece.stop == bytes_of(f)))
-      if (size := size + piece.size) >= opt.part_size:
+  for number, f in enumerate(files):
+    whole = bytes_of(f)
+    for piece in line_parts(kind, [f], opt) if opt.seq_len else [Part(kind, f, 0, whole, whole)]:
+      group.append((number, f, piece.start, piece.stop, piece.stop == whole))
+      size += piece.size
+      if size >= opt.part_size or (piece.stop == whole and number == len(files) - 1):
         parts.append(Part(kind, source, size=size, extra=(opt, end, tuple(group))))
         group, size = [], 0
-  if group: parts.append(Part(kind, source, size=size, extra=(opt, end, tuple(group))))
   return Plan(token_columns(t.dtype, opt), parts, [f"{len(files)} documents, by the tokenizer {opt.tokenizer}, end token {end}"])
 
 def read_text(part:Part, columns:dict[str, str], bad:Bad) -> Iterator[Batch]:
@@ -563,18 +574,17 @@ def read_text(part:Part, columns:dict[str, str], bad:Bad) -> Iterator[Batch]:
   dtype = np.dtype(t.dtype)
   def runs() -> Iterator[tuple[np.ndarray, int]]:
     done = 0
-    for i, (file, start, stop, last) in enumerate(pieces):
+    for number, file, start, stop, ends in pieces:
       with here(file) as path, open(path, "rb") as f:
         f.seek(start)
-        while (left := stop - f.tell()) > 0 or (left == 0 and start == stop):
-          data = f.read(min(BATCH, left) if opt.seq_len else left)
-          if f.tell() < stop and t.text: data += f.readline()
-          done += len(data)
-          ends = [end] if f.tell() == stop and last and end is not None else []
-          try: ids = t.encode(data.decode() if t.text else data)
-          except UnicodeDecodeError as e: bad(i, f"{file}: {e}")
-          else: yield np.concatenate([np.asarray(ids, dtype), np.array(ends, dtype)]), done
-          if start == stop: break
+        more = True
+        while more:
+          data = f.read(min(BATCH, stop - f.tell()) if opt.seq_len else stop - start)
+          if t.text and f.tell() < stop: data += f.readline()
+          more, done = f.tell() < stop, done + len(data)
+          try: ids = cast(np.asarray(t.encode(data.decode()), np.int64), dtype) if t.text else t.encode(data).astype(dtype)
+          except (ValueError, OverflowError) as e: bad(number, f"{file}: {e}")
+          else: yield (ids if more or not ends or end is None else np.append(ids, dtype.type(end))), done
   return token_rows(runs(), opt, end)
 
 def plan_megatron(kind:str, source:str, opt:Options) -> Plan:
@@ -624,8 +634,9 @@ def stored(shard:Shard, column:str, rows:np.ndarray, want:str) -> Any:
   have = shard.schema.encodings[shard.schema.names.index(column)]
   if shard.schema.format != "mds" or have != want: return shard.values(rows, column)
   e = encoding(have, allow_unsafe_types=True)
-  if (fixed := shard.fixed(column)) is not None and e.size: return np.ascontiguousarray(fixed[rows]).view(e.dtype).reshape(len(rows), *e.shape)
-  return [shard.data[i:j].tobytes() for i, j in zip(*(at.tolist() for at in shard.spans(rows, column)))]
+  if (fixed := shard.fixed(column)) is not None and e.size: return np.ascontiguousarray(fixed[rows]).view(e.dtype).reshape(len(rows), *(e.shape or ()))
+  starts, stops = shard.spans(rows, column)
+  return [shard.data[i:j].tobytes() for i, j in zip(starts.tolist(), stops.tolist())]
 
 def plan_mds(kind:str, source:str, opt:Options) -> Plan:
   index = Index.parse(Remote(source).read("index.json"), redact(source))
@@ -668,7 +679,8 @@ def read_rows(part:Part, columns:dict[str, str], bad:Bad) -> Iterator[Batch]:
 
 # *** all of them ***
 
-Planner, Reader = Callable[[str, Any, Options], Plan], Callable[[Part, dict[str, str], Bad], Iterator[Batch]]
+Planner = Callable[[str, Any, Options], Plan]
+Reader = Callable[[Part, dict[str, str], Bad], Iterator[Batch]]
 KINDS:dict[str, tuple[Planner, Reader]] = {
   **{kind: (plan_arrays, read_arrays) for kind in ARRAYS}, "jsonl": (plan_jsonl, read_jsonl), "csv": (plan_csv, read_csv),
   "tsv": (plan_csv, read_csv), "images": (plan_images, read_images), "webdataset": (plan_tar, read_tar), "parquet": (plan_parquet, read_parquet),
@@ -697,14 +709,18 @@ def kind_of_name(path:str) -> str|None:
   if name.endswith(".bin"): return "megatron" if not is_url(path) and os.path.exists(path[:-4] + ".idx") else "tokens"
   return SUFFIXES.get(os.path.splitext(re.sub(r"\.(gz|zst)$", "", name))[1])
 
+BROKEN = (tarfile.TarError, zipfile.BadZipFile, zlib.error, EOFError)
+
 def plan(source:Any, kind:str|None=None, opt:Options=Options()) -> tuple[str, Plan]:
   kind = kind or kind_of(source)
   if kind not in KINDS: raise ValueError(f"unknown kind {kind!r}, have {', '.join(KINDS)}")
-  return kind, KINDS[kind][0](kind, source, opt)
+  try: return kind, KINDS[kind][0](kind, source, opt)
+  except BROKEN as e: raise ValueError(f"{redact(source)}: cannot be read: {e}") from e
 
 def read(part:Part, columns:dict[str, str], bad:Bad) -> Iterator[Batch]:
-  reader = KINDS[part.kind][1]
-  if part.kind in ("images", "text", "mds", "rows"): yield from reader(part, columns, bad)    # they find their files themselves
-  else:
-    beside = {"idx": idx_labels, "megatron": lambda n: n[:-4] + ".idx"}.get(part.kind)
-    with here(part.file, beside) as path: yield from reader(replace(part, file=path), columns, bad)
+  beside = {"idx": idx_labels, "megatron": lambda n: n[:-4] + ".idx"}.get(part.kind)
+  try:
+    # those that are many files, and those that are none, find them themselves
+    with contextlib.nullcontext(part.file) if part.kind in ("images", "text", "mds", "rows") else here(part.file, beside) as path:
+      yield from KINDS[part.kind][1](replace(part, file=path), columns, bad)
+  except BROKEN as e: raise ValueError(f"{redact(part.file)}: cannot be read: {e}") from e
