@@ -94,7 +94,7 @@ DTYPES = {"uint8": 8, "int8": 9, "uint16": 16, "int16": 17, "float16": 18, "uint
           "float64": 66}
 _SCALARS = dict(zip((*DTYPES, "bool", "bfloat16"), "BbHheIifQqd?H"))
 _INT, _FLOAT = (int, np.integer), (float, np.floating)
-_TEXT = {"str": (str, str), "int": (_INT, int), "float": (_FLOAT, float), "str_int": (_INT, int), "str_float": (_FLOAT, float),
+KINDS = {"str": (str, str), "int": (_INT, int), "float": (_FLOAT, float), "str_int": (_INT, int), "str_float": (_FLOAT, float),
          "str_decimal": (decimal.Decimal, decimal.Decimal)}  # what values stored as text may be, and what makes them of it
 
 class Encoding:
@@ -112,21 +112,21 @@ def cast(value, dtype:np.dtype, bfloat16:bool=False) -> np.ndarray:
   x = np.asarray(value)
   if x.dtype == dtype: return x
   if bfloat16 and x.dtype.name == "bfloat16": return x.view(np.uint16)
-  to = np.dtype(np.float32) if bfloat16 else dtype
-  if x.dtype.kind == "O" and isinstance(value, int): raise ValueError(f"{value} is out of range for {to.name}")
+  to, name = (np.dtype(np.float32), "bfloat16") if bfloat16 else (dtype, dtype.name)
+  if x.dtype.kind == "O" and isinstance(value, int): raise ValueError(f"{value} is out of range for {name}")
   if x.dtype.kind not in "biuf" or (x.dtype.kind == "f" and to.kind != "f"):
-    raise TypeError(f"{'values' if x.ndim else repr(value)} of type {x.dtype if x.ndim else type(value).__name__} in a column of {to.name}")
+    raise TypeError(f"{'values' if x.ndim else repr(value)} of type {x.dtype if x.ndim else type(value).__name__} in a column of {name}")
   if to.kind != "f":
     low, high = (0, 1) if to.kind == "b" else (np.iinfo(to).min, np.iinfo(to).max)
     if x.dtype.kind == "b" or not x.size or (int(x.min()) >= low and int(x.max()) <= high): return x.astype(to)
-    raise ValueError(f"{x[(x < low) | (x > high)].flat[0]} is out of range for {to.name}")
+    raise ValueError(f"{x[(x < low) | (x > high)].flat[0]} is out of range for {name}")
   with np.errstate(over="ignore"): y = x.astype(to)
   finite = ~np.isinf(y)
   if bfloat16:
     bits = np.atleast_1d(y).view(np.uint32).reshape(y.shape)
     y = np.where(np.isnan(y), bits >> 16 | 64, (bits + (0x7fff + (bits >> 16 & 1))) >> 16).astype(np.uint16)
     finite = y & 0x7fff != 0x7f80
-  if (bad := ~finite & ~np.isinf(x)).any(): raise ValueError(f"{x[bad].flat[0]} is out of range for {'bfloat16' if bfloat16 else to.name}")
+  if (bad := ~finite & ~np.isinf(x)).any(): raise ValueError(f"{x[bad].flat[0]} is out of range for {name}")
   return y
 
 def _le(dtype:str) -> np.dtype: return np.dtype("uint16" if dtype == "bfloat16" else dtype).newbyteorder("<")
@@ -177,7 +177,7 @@ def _array(name:str, dtype:str|None, shape:tuple[int, ...]|None) -> Encoding:
 
 def typed(v, name:str):
   """A value of a column whose values are stored as text, as what it is read back as. Raises TypeError."""
-  want, of = _TEXT[name]
+  want, of = KINDS[name]
   if not isinstance(v, want) or isinstance(v, bool): raise TypeError(f"{v!r:.80} of type {type(v).__name__} in a column of {name}")
   return of(v)
 
@@ -241,8 +241,8 @@ def encoding(name:str, decode:bool=True, allow_unsafe_types:bool=False) -> Encod
   """The encoding of this name; `decode=False` gives images as bytes. `float` is only for text shards. Raises ValueError for an unknown name, and for
   `pkl` without `allow_unsafe_types`."""
   if name in _SCALARS or name == "int": return _scalar(name, "int64" if name == "int" else name)
-  if name in _TEXT:
-    of, (dtype, shape) = _TEXT[name][1], ("f8", ()) if name == "float" else (None, None)
+  if name in KINDS:
+    of, (dtype, shape) = KINDS[name][1], ("f8", ()) if name == "float" else (None, None)
     return Encoding(name, lambda v: str(typed(v, name)).encode(), lambda b: of(str(b, "utf-8")), None, dtype, shape)
   if name == "bytes": return Encoding(name, _to_bytes, bytes)
   if name == "json": return Encoding(name, _to_json, lambda b: json.loads(str(b, "utf-8")))
@@ -576,8 +576,8 @@ class Shard:
       cells = json.loads(text) if is_json else dict(zip(schema.names, found := text.split(schema.separator)))
       if not is_json and len(found) != len(plan): raise ValueError(f"{len(found)} values for {len(plan)} columns")
       for (name, _, dec), enc in zip(plan, schema.encodings):
-        v = cells[name] if is_json else _TEXT[enc][1](cells[name])
-        if type(v) is not _TEXT[enc][1]: raise TypeError(f"{v!r:.80} is not {enc}")
+        v = cells[name] if is_json else KINDS[enc][1](cells[name])
+        if type(v) is not KINDS[enc][1]: raise TypeError(f"{v!r:.80} is not {enc}")
         if dec is not None: out[name] = v
       return out
     except KeyError: raise FormatError(f"{self.where}: row {row}: column {name!r} is missing") from None
