@@ -316,6 +316,13 @@ class TestWorkers(ConvertCase):
     self.assertEqual(subprocess.run(cmd, cwd=ROOT, capture_output=True, timeout=120).returncode, 0)
     self.assertEqual([r["t"] for r in rows(self.out)], [f"{i}" for i in range(20_000)])
 
+  def test_a_script_without_a_guard_runs_once_and_no_tinygrad_is_loaded(self):
+    p = self.jsonl([{"a": i} for i in range(3000)])
+    script = self.write("script.py", "import sys\nprint('runs')\nfrom extra.datasets.streaming.convert import convert\n"
+                        f"print(convert({p!r}, {self.out!r}, part_size=5000, workers=2).rows, 'tinygrad' in sys.modules)\n")
+    done = subprocess.run([sys.executable, script], env={**os.environ, "PYTHONPATH": ROOT}, capture_output=True, text=True, timeout=120)
+    self.assertEqual((done.stdout, done.stderr), ("runs\n{'': 3000} False\n", ""))
+
   def test_an_error_in_a_worker_comes_at_once_and_leaves_none(self):
     p = self.jsonl([{"a": "x" if i == 4000 else i} for i in range(10_000)])
     before = held()

@@ -284,9 +284,9 @@ class Progress:
     self.told:dict[int, tuple[int, int]] = {}
     self.rows, self.start = 0, time.perf_counter()
     self.bar:Any = None
-    if not quiet:
+    if not quiet and sys.stderr.isatty():
       from tinygrad.helpers import tqdm
-      self.bar = tqdm(total=total, unit="B", unit_scale=True, disable=None)
+      self.bar = tqdm(total=total, unit="B", unit_scale=True)
   def __call__(self, number:int, rows:int, size:int):
     old_rows, old_size = self.told.get(number, (0, 0))
     self.told[number], self.rows = (rows, size), self.rows + rows - old_rows
