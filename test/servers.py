@@ -95,7 +95,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
       self.wfile.flush()
       if self.command == "HEAD": return None
       if plain:
-        self.server.count(self.connection.sendfile(fh, start, stop - start))
+        self.server.count(stop - start)                             # before the client can know
+        self.connection.sendfile(fh, start, stop - start)
         return None
     self.send(body, f)
     if not f.length or f.short is not None: self.close_connection = True
@@ -106,8 +107,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     t, rate = time.monotonic(), f.trickle or f.bandwidth
     for a in range(0, end, step):
       piece = body[a:min(a + step, end)]
-      self.wfile.write(b"%x\r\n%b\r\n" % (len(piece), piece) if f.chunked else piece)
       self.server.count(len(piece))
+      self.wfile.write(b"%x\r\n%b\r\n" % (len(piece), piece) if f.chunked else piece)
       if rate and self.server.closing.wait(max(0, t + (a + len(piece)) / rate - time.monotonic())): break
     if f.reset is not None:
       self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))   # close() sends RST

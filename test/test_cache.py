@@ -559,6 +559,16 @@ class TestPart(CacheCase):
     self.s.part(1, np.arange(90))
     self.assertEqual(self.ids(self.s.open(1), range(200)), list(range(200, 400)))
     self.assertEqual(files(self.path("c")), {"shard.00001.mds": files(self.path("r"))["shard.00001.mds"]})
+  def test_rows_changed_behind_our_back(self):
+    x = self.s.part(1, np.array([5, 50])).sample(5)["x"].copy()
+    part = self.s.folder.part(self.s.table, 1)
+    for change in (lambda f: (f.seek(self.size[1] - 195 * 2008 + 100), f.write(b"flipped")), lambda f: f.truncate(5000), lambda f: f.truncate(0),
+                   lambda f: os.remove(part)):
+      with open(part, "r+b") as f: change(f)
+      np.testing.assert_array_equal(self.s.part(1, np.array([5])).sample(5)["x"], x)
+    os.truncate(part, 0)
+    os.truncate(part, self.size[1])                                 # zeros, head and all: now the whole is fetched
+    np.testing.assert_array_equal(open_shards([(self.s, 1, np.array([5]))])[0].sample(5)["x"], x)
   def test_no_ranges(self):
     self.server.fault = lambda req: Fault(ranges=False)
     self.assertIsNone(self.s.part(1, np.array([5])))
