@@ -100,7 +100,7 @@ class Work:
           self.samples(job._replace(pos=job.pos[i:i+1], ids=ids[i:i+1]))
           break
         except (ValueError, OSError, UserError) as e:
-          bad.append((int(ids[i]), f"{type(e.__cause__ or e).__name__}: {e.__cause__ or e}"))
+          if n == 0: bad.append((int(ids[i]), f"{type(e.__cause__ or e).__name__}: {e.__cause__ or e}"))
           ids[i] = self.ds.other(int(job.ids[i]), self.seed, job.epoch, int(job.pos[i]), n)
     return job._replace(ids=ids), bad
 
@@ -297,7 +297,7 @@ class StreamingDataLoader:
     if job is None: self._handed.append((epoch, sample, None, None))
     else:
       with self._counts.waiting(): job, slot, (layout, bad) = self._engine.next()
-      if bad: self._counts.bad_samples(bad, self.ds.max_bad)
+      if bad: self._counts.bad_samples(bad, self.ds.max_bad, job.real)
       with self._counts.handing(): self._handed.append((epoch, sample, job.ids[:job.real], self._hand(slot, layout)))
     self._coming.popleft()
     self._fill()

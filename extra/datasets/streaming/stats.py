@@ -50,10 +50,10 @@ class Stats:
     if len(self.names) > 1: self.streams += np.bincount(np.searchsorted(self.first, ids, "right") - 1, minlength=len(self.names))
     else: self.streams[0] += len(ids)
 
-  def bad_samples(self, bad:list[tuple[int, str]], most:float):
-    self.bad_count, self.bad = self.bad_count + len(bad), (self.bad + bad)[-100:]
-    if self.bad_count > max(1, most * self.samples):
-      raise RuntimeError(f"{self.bad_count} bad samples after {self.samples}, more than max_bad={most}; the last: sample {bad[-1][0]}: {bad[-1][1]}")
+  def bad_samples(self, bad:list[tuple[int, str]], most:float, rows:int):
+    self.bad_count, self.bad, seen = self.bad_count + len(bad), (self.bad + bad)[-100:], self.samples + rows
+    if self.bad_count > max(1, most * seen):
+      raise RuntimeError(f"{self.bad_count} of the first {seen} samples are bad, more than max_bad={most}; the last: sample {bad[-1][0]}: {bad[-1][1]}")
 
   def keep(self, engine):
     """Take over the counts of processes that are about to end."""

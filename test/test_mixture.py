@@ -1,0 +1,192 @@
+import contextlib, io, itertools, json, os, pickle, unittest, urllib.request
+from unittest import mock
+import numpy as np
+from extra.datasets.streaming import Stream, StreamingDataLoader, StreamingDataset, World
+from extra.datasets.streaming.loader import UserError
+from helpers import TempDirTestCase, held, write_rows
+from servers import Server
+
+def reject_thirteen(sample, rng):
+  if sample["id"] % 100 == 13: raise ValueError("an unlucky number")
+  return {"id": sample["id"], "at": sample["_position"]} if "_position" in sample else {"id": sample["id"]}
+def reject_most(sample, rng):
+  if sample["id"] % 3: raise ValueError("too many")
+  return sample
+
+class MixtureTestCase(TempDirTestCase):
+  SIZES = {"two": 2, "none": 0, "many": 1000}
+  def setUp(self):
+    super().setUp()
+    for name, n in self.SIZES.items(): write_rows(self.path(name), n)
+  def dataset(self, weights=(0.25, None, 0.75), order=(0, 1, 2), **kw) -> StreamingDataset:
+    streams = [Stream(self.path(n), name=n, proportion=w or 0) for n, w in zip(self.SIZES, weights)]
+    kw = {"shuffle": True, "num_canonical_nodes": 2, "epoch_size": 200, "provenance": True, **kw}
+    return StreamingDataset(streams=[streams[i] for i in order], **kw)
+  def loader(self, ds, batch_size=20, **kw) -> StreamingDataLoader:
+    dl = StreamingDataLoader(ds, batch_size, **{"tensors": False, "world": World(), **kw})
+    self.addCleanup(dl.close)
+    return dl
+  def rows(self, batch) -> list[tuple]: return list(zip(*(batch[c].tolist() for c in ("_stream", "_shard", "_index", "_position"))))
+
+class TestMixture(MixtureTestCase):
+  def test_provenance(self):
+    ds = self.dataset()
+    for b in self.loader(ds, num_workers=1):
+      for (s, shard, index, pos), i, x in zip(self.rows(b), b["id"], b["x"]):
+        number = ds.first_shard[s] + shard
+        np.testing.assert_array_equal(ds.shard(number).sample(index)["x"], x)
+        self.assertEqual(int(ds.sample_ids(0, pos, pos + 1)[0]), int(ds.offsets[number]) + index)
+    self.assertEqual({k: v for k, v in ds[1001].items() if k[0] == "_"}, {"_stream": 2, "_shard": ds[1001]["_shard"], "_index": ds[1001]["_index"]})
+    self.assertEqual(ds.gather([1, 2], columns=["_stream"])["_stream"].tolist(), [0, 2])
+
+  def test_counts_of_each_stream(self):
+    dl = self.loader(self.dataset(), num_workers=1)
+    for _ in range(2): list(dl)
+    self.assertEqual(dl.stats()["streams"], {"two": 100, "none": 0, "many": 300})
+    self.assertEqual((dl.stats()["samples"], dl.stats()["batches"]), (400, 20))
+
+  def test_any_world_and_any_moment(self):
+    for method in ("random", "stratified", "per_stream", "device_per_stream"):
+      ds = self.dataset(batching_method=method)
+      whole = [self.rows(b) for dl in [self.loader(ds)] for _ in range(2) for b in dl]
+      for ranks in (1, 2, 4):
+        if method == "device_per_stream": whole = None
+        for stop, workers in ((0, 0), (3, 2), (10, 0), (13, 1)):
+          with self.subTest(method=method, ranks=ranks, stop=stop, workers=workers):
+            loaders = [self.loader(ds, world=World(r, ranks, r, ranks)) for r in range(ranks)]
+            its = [itertools.chain.from_iterable(itertools.repeat(dl, 2)) for dl in loaders]
+            got = [[self.rows(next(it)) for it in its] for _ in range(stop)]
+            states = {json.dumps(dl.state_dict()) for dl in loaders}
+            self.assertEqual(len(states), 1)
+            state = json.loads(states.pop())
+            for dl in loaders: dl.close()
+            again = [self.loader(ds, world=World(r, ranks, r, ranks), num_workers=workers if r == 0 else 0) for r in range(ranks)]
+            for dl in again: dl.load_state_dict(state)
+            for _ in range(2 - state["epoch"]): got += [[self.rows(b) for b in parts] for parts in zip(*again, strict=True)]
+            self.assertEqual(len(got), len(got if whole is None else whole))
+            for b, parts in enumerate(got):
+              window = sorted(r[3] for p in parts for r in p)
+              self.assertEqual(window, list(range(window[0], window[0] + 20)))
+              if whole is not None: self.assertEqual(sorted(sum(parts, [])), sorted(whole[b]))
+              if method == "per_stream": self.assertEqual(len({r[0] for p in parts for r in p}), 1)
+              if method == "device_per_stream":
+                for p in parts: self.assertEqual(len({r[0] for r in p}), 1)
+              if method == "stratified":
+                share = sum(r[0] == 0 for p in parts for r in p) / ranks
+                for p in parts: self.assertLess(abs(sum(r[0] == 0 for r in p) - share), 1)
+            for dl in again: dl.close()
+
+  def test_units_must_fit(self):
+    ds = self.dataset(batching_method="per_stream")
+    state = self.loader(ds).state_dict()
+    self.loader(ds, 10).load_state_dict(state)
+    for size in (15, 40):
+      with self.assertRaisesRegex(ValueError, f"{size}.*20"): self.loader(ds, size).load_state_dict(state)
+
+  def test_streams_are_matched_by_name(self):
+    a, b = self.dataset(), self.dataset(order=(2, 0, 1))
+    dl = self.loader(a)
+    next(iter(dl))
+    other = self.loader(b)
+    other.load_state_dict(dl.state_dict())
+    names = {"two": 0, "none": 1, "many": 2}
+    for x, y in zip(dl, other, strict=True):
+      self.assertEqual(x["id"].tolist(), y["id"].tolist())
+      self.assertEqual(x["_stream"].tolist(), [names[b.streams[s].name] for s in y["_stream"]])
+
+  def test_another_weight_is_refused_by_name(self):
+    state = self.loader(self.dataset()).state_dict()
+    other = self.loader(self.dataset(weights=(0.5, None, 0.5)))
+    with self.assertRaisesRegex(ValueError, "(?s)stream many.*0.75.*stream two"): other.load_state_dict(state)
+
+  def test_a_stream_of_weight_0_is_not_read(self):
+    os.remove(self.path("many", "shard.00000.mds"))
+    self.assertEqual({r[0] for b in self.loader(self.dataset(weights=(1, None, None))) for r in self.rows(b)}, {0})
+
+  def test_one_stream_twice(self):
+    ds = StreamingDataset(streams=[Stream(self.path("many"), name=n, proportion=w) for n, w in (("a", 1), ("b", 3))], shuffle=True)
+    dl = self.loader(ds)
+    list(dl)
+    self.assertEqual(dl.stats()["streams"], {"a": 500, "b": 1500})
+
+  def test_two_remotes_in_one_folder(self):
+    with Server(self.path("many")) as a, Server(self.path("two")) as b:
+      with self.assertRaisesRegex(ValueError, self.path("cache")):
+        StreamingDataset(streams=[Stream(a.url, self.path("cache")), Stream(b.url, self.path("cache"))])
+
+class TestBadSamples(MixtureTestCase):
+  def test_replaced(self):
+    got = []
+    for workers in (0, 2):
+      dl = self.loader(StreamingDataset(self.path("many"), shuffle=True, on_bad_sample="replace", max_bad=0.02), 50, num_workers=workers,
+                       transform=reject_thirteen)
+      got.append([b["id"].tolist() for b in dl])
+      self.assertEqual((dl.stats()["bad_samples"], {i % 100 for i, _ in dl.stats()["bad"]}), (10, {13}))
+      self.assertIn("ValueError: an unlucky number", dl.stats()["bad"][0][1])
+    self.assertEqual(*got)
+    plain = [b["id"].tolist() for b in self.loader(StreamingDataset(self.path("many"), shuffle=True), 50)]
+    for a, b in zip(sum(plain, []), sum(got[0], [])): self.assertTrue(a == b or a % 100 == 13)
+    self.assertNotIn(13, [i % 100 for i in sum(got[0], [])])
+
+  def test_too_many(self):
+    ds = StreamingDataset(self.path("many"), on_bad_sample="replace")
+    with self.assertRaisesRegex(RuntimeError, "max_bad=0.001.*too many"): list(self.loader(ds, 50, transform=reject_most))
+
+  def test_shard_that_is_gone(self):
+    os.remove(self.path("many", "shard.00003.mds"))
+    ds = StreamingDataset(self.path("many"), on_bad_sample="replace", max_bad=0.2, shuffle=True)
+    lost = set(range(int(ds.offsets[3]), int(ds.offsets[4])))
+    dl = self.loader(ds, 100, num_workers=1)
+    ids = [i for b in dl for i in b["id"].tolist()]
+    self.assertEqual((len(ids), set(range(1000)) - set(ids)), (1000, lost))
+    self.assertIn("shard.00003.mds", dl.stats()["bad"][0][1])
+
+  def test_raise_is_the_default(self):
+    with self.assertRaises(UserError): list(self.loader(StreamingDataset(self.path("many")), 50, transform=reject_thirteen))
+    with self.assertRaisesRegex(ValueError, "on_bad_sample"): StreamingDataset(self.path("many"), on_bad_sample="ignore")
+
+class TestStats(MixtureTestCase):
+  def test_fetched_and_hits(self):
+    with Server(self.path("many")) as server:
+      size = sum(os.path.getsize(self.path("many", n)) for n in os.listdir(self.path("many")) if n.endswith(".mds"))
+      for workers in (0, 2):
+        ds = StreamingDataset(server.url, self.path(f"cache{workers}"))
+        dl = self.loader(ds, 100, num_workers=workers)
+        for _ in range(2): list(dl)
+        dl.close()
+        s = dl.stats()
+        self.assertGreaterEqual(s["fetched_bytes"], size)
+        self.assertEqual(s["fetched_shards"], len(ds.offsets) - 1)
+        self.assertIn(s["limit"], ("loop", "fetch", "decode", "hand-off"))
+
+  def test_served(self):
+    before = held()
+    dl = StreamingDataLoader(StreamingDataset(self.path("many")), 100, tensors=False, world=World(), stats_port=0)
+    list(dl)
+    text = urllib.request.urlopen(dl.stats_url, timeout=10).read().decode()
+    self.assertIn("\ntinygrad_streaming_batches 10\n", text)
+    self.assertIn(f'tinygrad_streaming_stream_samples{{stream="{self.path("many")}"}} 1000', text)
+    dl.close()
+    del dl
+    self.assertEqual(held(), before)
+
+  def test_debug_prints_a_line_an_epoch(self):
+    with mock.patch("extra.datasets.streaming.stats.DEBUG", 1), contextlib.redirect_stdout(out := io.StringIO()):
+      list(self.loader(StreamingDataset(self.path("many")), 100))
+    self.assertRegex(out.getvalue(), r"^streaming: epoch 0: 1000 samples in .*\n$")
+
+class TestScale(TempDirTestCase):
+  def test_a_dataset_of_many_shards_is_small_to_send(self):
+    entry = {"column_encodings": ["int"], "column_names": ["n"], "column_sizes": [8], "compression": None, "format": "mds", "hashes": [],
+             "raw_data": {"basename": "", "bytes": 300, "hashes": {}}, "samples": 10, "size_limit": 1 << 26, "version": 2, "zip_data": None}
+    text = json.dumps(entry)
+    os.makedirs(self.path("d"))
+    with open(self.path("d", "index.json"), "w") as f:
+      entries = (text.replace('"basename": ""', f'"basename": "shard.{i:05}.mds"') for i in range(100_000))
+      f.write('{"shards": [' + ", ".join(entries) + '], "version": 2}')
+    ds = StreamingDataset(self.path("d"), shuffle=True)
+    self.assertEqual(len(ds), 1_000_000)
+    self.assertLess(len(pickle.dumps(ds)), 100_000)
+    self.assertEqual(len(set(ds.sample_ids(3, 999_000, 1_000_000).tolist())), 1000)
+
+if __name__ == "__main__": unittest.main()
