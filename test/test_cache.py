@@ -683,6 +683,15 @@ class TestFetcher(CacheCase):
     self.idle(f, 30)
     f.close()
     self.assertEqual(sorted(self.shard_hits()), [f"shard.000{k}.mds" for k in range(25, 30)])
+  def test_positions_start_again(self):
+    f = Fetcher([self.store()], threads=2, shards=100)
+    for again in (lambda: self.feed(f, range(10, 20)), lambda: f.feed(np.zeros(10), np.arange(20, 30), np.arange(10), np.arange(1, 11), position=0)):
+      f.advance(1000)
+      again()
+      f.advance(0)
+      self.idle(f, 10)
+    f.close()
+    self.assertEqual(sorted(self.shard_hits()), [f"shard.000{k}.mds" for k in range(10, 30)])
   def test_many_stores(self):
     stores = [self.store(), Store(self.path("r")), Store(self.path("r"), self.path("c3"))]
     f = Fetcher(stores, shards=100)

@@ -42,9 +42,8 @@ def cold(d:str, url:str, shards:int):
   done, start = ctx.SimpleQueue(), time.perf_counter()
   store = Store(url, f"{d}/cold")
   def fetch():
-    f = Fetcher([store])
-    f.feed(np.zeros(shards), order, np.arange(shards) * PER_SHARD, np.arange(1, shards + 1) * PER_SHARD)
-    for i in range(0, shards, 8): f.advance(i * PER_SHARD), stop.wait(0.02)
+    f = Fetcher([store], shards=shards)
+    f.feed(np.zeros(shards), order, np.arange(shards), np.arange(1, shards + 1))
     stop.wait()
     f.close()
   stop = ctx.Event()

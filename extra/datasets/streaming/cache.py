@@ -538,10 +538,11 @@ class Fetcher:
     self.threads = [threading.Thread(target=self._run, name=f"streaming-fetch-{i}", daemon=True) for i in range(self.most)]
     for t in self.threads: t.start()
 
-  def feed(self, store:np.ndarray, shard:np.ndarray, lo:np.ndarray, hi:np.ndarray, count:np.ndarray|None=None) -> None:
+  def feed(self, store:np.ndarray, shard:np.ndarray, lo:np.ndarray, hi:np.ndarray, count:np.ndarray|None=None, position:int|None=None) -> None:
     """The pieces to come, int64[n] each: number of the store, shard, and the positions [lo, hi) between which it is used, counted on from one epoch
     to the next. Replaces the pieces before; what lies farther than they reach is evicted first. With `count`, the samples that are used of each,
-    only the heads are fetched of shards of which at most half is used, where Store.part() can have the rest."""
+    only the heads are fetched of shards of which at most half is used, where Store.part() can have the rest. `position`: as for advance()."""
+    position = self.position if position is None else position
     order = np.argsort(lo, kind="stable")
     store, shard, lo, hi = (np.asarray(x, np.int64)[order] for x in (store, shard, lo, hi))
     sizes, thin = np.zeros(len(order), np.int64), np.zeros(len(order), bool)
@@ -550,11 +551,11 @@ class Fetcher:
       mine = store == i
       if count is not None: thin[mine] = 2 * count[order][mine] <= s.index.samples[shard[mine]]
       sizes[mine] = np.where(thin[mine], 0, s.index.raw_size[shard[mine]])
-      if s.limit != UNLIMITED: positions.append(runs.enter_context(s.folder.run(s.table, self.position, shard[mine], lo[mine], hi[mine])))
+      if s.limit != UNLIMITED: positions.append(runs.enter_context(s.folder.run(s.table, position, shard[mine], lo[mine], hi[mine])))
     self.runs.close()
     with self.change:
       self.store, self.shard, self.lo, self.hi, self.thin, self.runs, self.positions = store, shard, lo, hi, thin, runs, positions
-      self.bytes, self.next, self.full = np.concatenate([[0], np.cumsum(sizes)]), 0, False
+      self.bytes, self.next, self.full, self.position = np.concatenate([[0], np.cumsum(sizes)]), 0, False, position
       self.change.notify_all()
 
   def advance(self, position:int) -> None:
@@ -562,6 +563,7 @@ class Fetcher:
     for path in self.positions:
       with open(path, "r+b", buffering=0) as f: f.write(position.to_bytes(8, "little"))
     with self.change:
+      if position < self.position: self.next = 0                    # pieces that were past are to come again
       self.position, self.full = position, False
       self.change.notify_all()
 

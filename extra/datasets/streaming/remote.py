@@ -17,10 +17,10 @@ class RemoteError(OSError):
 class NoRanges(RemoteError): """The server answers a request for a range with the whole file."""
 class Cancelled(RemoteError): """The caller's stop event was set."""
 
-class _Again(Exception):       # an attempt that failed in a way that may heal
-  def __init__(self, why:str, status:int|None=None, wait:float=0.0, corrupt:bool=False):
+class _Again(Exception):       # an attempt that failed in a way that may heal; pressed: because the server is asked for too much
+  def __init__(self, why:str, status:int|None=None, wait:float=0.0, corrupt:bool=False, pressed:bool=False):
     super().__init__(why)
-    self.status, self.wait, self.corrupt = status, wait, corrupt
+    self.status, self.wait, self.corrupt, self.pressed = status, wait, corrupt, pressed
 
 def redact(url:str) -> str:
   """The URL without user, password, query and fragment, which may be credentials."""
@@ -44,7 +44,7 @@ class _Pace:
   def __call__(self, n:int):
     self.got += n
     if self.got >= SLOW * self.timeout: self.start, self.got = time.monotonic(), 0
-    elif time.monotonic() - self.start > self.timeout: raise _Again(f"stalled: {self.got} bytes in {self.timeout:g} s")
+    elif time.monotonic() - self.start > self.timeout: raise _Again(f"stalled: {self.got} bytes in {self.timeout:g} s", pressed=True)
 
 class Remote:
   """A place that holds named files: a folder (path or file://), http(s)://, or any URL that fsspec knows.
@@ -60,7 +60,7 @@ class Remote:
     if self.kind == "file" and "://" in self.url: self.url = unquote(urlsplit(self.url).path)
     self.where = redact(self.url)
     self.identity = " at ".join([self.where, *(redact(x) for x in _leaves(storage_options) if "://" in x)])    # with the endpoint of an object store
-    self.pressure = 0          # how often a server said, or showed, that it is asked for too much
+    self.pressure = 0          # how often the server was asked for too much
     self._thread, self._sockets = threading.local(), weakref.WeakKeyDictionary()
   def __repr__(self) -> str: return f"Remote({self.where!r})"
   def __getstate__(self) -> dict: return {k: v for k, v in self.__dict__.items() if k not in ("_thread", "_sockets")}
@@ -105,6 +105,7 @@ class Remote:
       if stop is not None and stop.is_set(): raise Cancelled(f"{verb} {self.at(name)}: stopped")
       try: return once()
       except _Again as e: why = e
+      self.pressure += why.pressed
       if n < self.retry:
         wait = max(min(why.wait, self.timeout), min(30, 0.25 * 2 ** n) * random.uniform(0.5, 1.5))
         if stop is None: time.sleep(wait)
@@ -163,17 +164,15 @@ class Remote:
   def _status(self, r, verb:str, name:str):
     if r.status_code in (200, 206) or verb in ("PUT", "DELETE") and r.status_code in (201, 202, 204): return
     why = f"{r.status_code} {r.reason or ''}".strip()
-    if r.status_code in (429, 503): self.pressure += 1
-    if r.status_code in (408, 429) or r.status_code >= 500: raise _Again(why, r.status_code, _retry_after(r.headers.get("Retry-After")))
+    if r.status_code in (408, 429) or r.status_code >= 500:
+      raise _Again(why, r.status_code, _retry_after(r.headers.get("Retry-After")), pressed=r.status_code in (429, 503))
     raise RemoteError(f"{verb} {self.at(name)}: {why} (1 attempt)", r.status_code)
 
   def _network(self, e:Exception) -> Exception:
     """The innermost reason: requests and urllib3 put the URL, with what is secret in it, in the outer ones."""
     from requests import RequestException, Timeout
     from urllib3.exceptions import HTTPError, TimeoutError as Slow
-    if isinstance(e, (Timeout, Slow)):
-      self.pressure += 1
-      return _Again(f"no answer in {self.timeout:g} s")
+    if isinstance(e, (Timeout, Slow)): return _Again(f"no answer in {self.timeout:g} s", pressed=True)
     final = isinstance(e, ValueError)                               # no URL, or no header, that can be sent
     while isinstance(e, (RequestException, HTTPError)) and (inner := e.__cause__ or e.__context__) is not None: e = inner
     why = self._scrub(f"{type(e).__name__}: {getattr(e, 'strerror', None) or re.sub(r'https?://[^ ]*|/[^ ]*[?][^ ]*', '...', str(e))}")
