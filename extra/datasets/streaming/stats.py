@@ -53,7 +53,7 @@ class Stats:
   def bad_samples(self, bad:list[tuple[int, str]], most:float, rows:int):
     self.bad_count, self.bad, seen = self.bad_count + len(bad), (self.bad + bad)[-100:], self.samples + rows
     if self.bad_count > max(1, most * seen):
-      raise RuntimeError(f"{self.bad_count} of the first {seen} samples are bad, more than max_bad={most}; the last: sample {bad[-1][0]}: {bad[-1][1]}")
+      raise RuntimeError(f"{self.bad_count} of the first {seen} samples are bad, more than max_bad={most}; last sample {bad[-1][0]}: {bad[-1][1]}")
 
   def keep(self, engine):
     """Take over the counts of processes that are about to end."""
@@ -84,6 +84,7 @@ class Stats:
     """Serve the numbers on 127.0.0.1 until the loader is gone. Returns the URL."""
     me = weakref.ref(self)
     class Handler(http.server.BaseHTTPRequestHandler):
+      timeout = 5
       def do_GET(self):
         text = "" if (stats := me()) is None else prometheus(stats.get())
         self.send_response(200)
@@ -93,11 +94,13 @@ class Stats:
         self.wfile.write(text.encode())
       def log_message(self, *args): pass
     server = http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler)
-    server.daemon_threads = True
-    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.1}, name="streaming-stats", daemon=True).start()
+    server.daemon_threads = False  # then server_close waits for who is being answered
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.1}, name="streaming-stats", daemon=True)
+    thread.start()
     def stop():
       server.shutdown()
       server.server_close()
+      thread.join()
     weakref.finalize(self, stop)
     return f"http://127.0.0.1:{server.server_port}/metrics"
 
