@@ -6,7 +6,7 @@ import numpy as np
 from .partition import interleave, lane_length, position
 
 ALGOS = ("py1s", "py2s", "py1b", "py1br", "py1e", "py1e-iid", "naive")
-U32, U64, MASK = np.uint32, np.uint64, (1 << 64) - 1
+U32, U64, MASK, GOLD = np.uint32, np.uint64, (1 << 64) - 1, np.uint32(0x9E3779B9)
 np.empty(1 << 24, np.uint8)  # once a block this big was freed glibc keeps smaller ones: else each temporary array is mapped and cleared anew
 
 # *** hashing and permutations ***
@@ -139,11 +139,11 @@ class Order:
       by = by[np.lexsort((due, lane[by]))]
     piece, first, n, self.key = piece[by], first[by], n[by], self.key[by]
     self.key = hash64(self.key, "part")  # what sorted the pieces must not be seen inside them
-    self.piece, self.first, self.off = piece, first, np.append(0, np.cumsum(n))
+    self.piece, self.first, self.off = piece.astype(np.int32), first.astype(np.int32), np.append(0, np.cumsum(n))
     self.ends = np.searchsorted(self.off, self.cuts)  # lane c holds parts ends[c]:ends[c+1]
     # a lane keeps a cell of samples ready, larger where more pieces are within reach, smaller where lanes are many
-    reach = {"py1e": 8 * len(piece) * self.block // max(1, self.length), "py1e-iid": self.block // 16}.get(algo, 0)
-    self.cell = max(1 << 10, min(1 << 16 if algo == "naive" else 1 << 14, (1 << 20) // lanes), min(reach, 1 << 18, (1 << 22) // lanes))
+    reach = {"py1e": 32 * len(piece) * self.block // max(1, self.length), "py1e-iid": self.block // 16}.get(algo, 0)
+    self.cell = max(1 << 10, min(1 << 16 if algo == "naive" else 1 << 15, (1 << 20) // lanes), min(reach, 1 << 18, (1 << 22) // lanes))
     self.start, self.have, self.number = np.zeros(lanes, np.int64), np.zeros(lanes, U64), [0] * lanes
     self.ready, self.guide = np.zeros((2, lanes, 1), U32), None
 
@@ -222,9 +222,10 @@ class Order:
     q += lo
     part = self._find(q)
     k = q - self.off.take(part)
+    piece, first = self.piece.take(part), self.first.take(part)
+    if self.algo in (None, "naive"): return start, piece, k + first
     a, z = int(part.min()), int(part.max()) + 1
-    if self.algo not in (None, "naive"): k = permute(k, np.diff(self.off[a:z + 1]), self.key[a:z], part - a)
-    piece, k = self.piece.take(part), k + self.first.take(part)
+    k = permute(k, np.diff(self.off[a:z + 1]), self.key[a:z], part - a) + first
     if self.algo == "py2s": k = permute(k, self.count[self.piece[a:z]], hash64(self.seed, "whole", self.ident[self.piece[a:z]]), part - a)
     return start, piece, k
 
@@ -232,8 +233,8 @@ class Order:
     """The part each place of the line is in: a guess from a table with about one entry a part, then a few steps."""
     if self.guide is None:
       self.shift = max(1, self.length // len(self.piece)).bit_length() - 1
-      self.guide = np.searchsorted(self.off, np.arange((self.length >> self.shift) + 1) << self.shift, "right") - 1
-    part = self.guide.take(q >> self.shift)
+      self.guide = (np.searchsorted(self.off, np.arange((self.length >> self.shift) + 1) << self.shift, "right") - 1).astype(np.int32)
+    part = self.guide.take(q >> self.shift).astype(np.int64)
     late = np.flatnonzero(self.off.take(part + 1) <= q)
     for _ in range(4):
       if len(late) == 0: break
@@ -339,20 +340,19 @@ def _draws(n:np.ndarray, h:np.ndarray, lo:np.ndarray, hi:np.ndarray) -> tuple[in
   """Of the n draws from [0, 2**32) of each part: how many are less than lo, and (part, number, draw) of those in [lo, hi)."""
   some = np.flatnonzero((lo < 1 << 32) & (hi > 0))
   before, end, found = int(n[lo == 1 << 32].sum()), np.append(0, np.cumsum(n[some])), []
-  lo, top = lo.astype(U32), (hi - U64(1)).astype(U32)
+  columns = h[some] - end[:-1].astype(U32) * GOLD, lo[some].astype(U32), (hi[some] - U64(1)).astype(U32)
   for a in range(0, int(end[-1]), 1 << 16):  # all have to be looked at, a share at a time
     z = min(a + (1 << 16), int(end[-1]))
-    s = slice(np.searchsorted(end, a, "right") - 1, np.searchsorted(end, z, "left"))
-    part, k, low, high, key = (np.repeat(x, np.diff(np.clip(end[s.start:s.stop + 1], a, z)))
-                               for x in (some[s], end[s], lo[some[s]], top[some[s]], h[some[s]]))
-    k = np.arange(a, z) - k
-    u = _draw(k, key)
+    i, j = int(np.searchsorted(end, a, "right")) - 1, int(np.searchsorted(end, z))
+    key, low, high = (np.repeat(x[i:j], np.diff(np.clip(end[i:j + 1], a, z))) for x in columns)
+    u = _draw(np.arange(a, z), key)
     before += np.count_nonzero(u < low)
     at = np.flatnonzero((u >= low) & (u <= high))
-    found.append((part[at], k[at], u[at]))
+    part = np.searchsorted(end, a + at, "right") - 1
+    found.append((some[part], a + at - end[part], u[at]))
   return before, *(np.concatenate(x) for x in zip(*found))
 
-def _draw(k:np.ndarray, h:np.ndarray) -> np.ndarray: return _hash32(k.astype(U32) * U32(0x9E3779B9) + h)
+def _draw(k:np.ndarray, h:np.ndarray) -> np.ndarray: return _hash32(k.astype(U32) * GOLD + h)
 
 def _argsort(x:np.ndarray) -> np.ndarray:
   # stable, 0 <= x < 2**32, by numpy's radix sort of 16 bits
