@@ -16,7 +16,12 @@ class TestWorld(unittest.TestCase):
                        (SRUN | {"SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_NODEID": "0"}, World(1, 7, 1, 2)),
                        (SRUN | OPENMPI | TORCHRUN, World(5, 8, 1, 4)), (SRUN | OPENMPI, World(2, 4, 0, 2))):
       self.assertEqual(World.detect(env), world)
+
+  def test_nodes_are_the_same_on_every_rank(self):
     self.assertEqual([w.nodes for w in (World(), World(5, 8, 1, 4), World(0, 7, 0, 2))], [1, 2, 4])
+    for rank, tasks in enumerate((2, 2, 2, 2, 2, 2, 1)):
+      w = World.detect(SRUN | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank % 2), "SLURM_NODEID": str(rank // 2)})
+      self.assertEqual((w.nodes, w.local_world_size), (4, tasks))
 
   def test_slurm_forms(self):
     base = {"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1"}

@@ -1,7 +1,7 @@
 """Who takes which position. Pure arithmetic on numbers every process has: nothing here talks to another process."""
 from __future__ import annotations
 import os, re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Mapping
 import numpy as np
@@ -9,11 +9,13 @@ import numpy as np
 @dataclass(frozen=True)
 class World:
   """Where this process stands in a run. A rank is a process, not a device: tinygrad drives all devices of a machine from one process.
-  `local_*` count the processes on this machine. Raises ValueError for numbers that do not fit together."""
+  `local_*` count the processes on this machine. `machines` is how many there are, for machines that do not all run as many processes: else
+  world_size over local_world_size, rounded up. Raises ValueError for numbers that do not fit together."""
   rank: int = 0
   world_size: int = 1
   local_rank: int = 0
   local_world_size: int = 1
+  machines: int = field(default=0, compare=False)
 
   def __post_init__(self):
     if not 0 <= self.rank < self.world_size: raise ValueError(f"rank {self.rank} is not in a world of {self.world_size}")
@@ -21,7 +23,7 @@ class World:
       raise ValueError(f"local rank {self.local_rank} of {self.local_world_size} does not fit a world of {self.world_size}")
 
   @property
-  def nodes(self) -> int: return -(-self.world_size // self.local_world_size)
+  def nodes(self) -> int: return self.machines or -(-self.world_size // self.local_world_size)
 
   def group(self, replication:int=1) -> tuple[int, int]:
     """(rank, ranks) as the data sees them, when `replication` consecutive ranks share every sample (tensor or sequence parallel groups)."""
@@ -55,7 +57,7 @@ def _slurm(env:Mapping[str, str]) -> World:
   tasks = [int(n) for n, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", env[name]) for _ in range(int(times or 1))]
   node = 0 if len(set(tasks)) == 1 else _number(env, "SLURM_NODEID", "SLURM_PROCID")
   if node >= len(tasks): raise ValueError(f"SLURM_NODEID={node} is not in {name}={env[name]!r}")
-  return World(rank, size, local_rank, min(size, tasks[node]))
+  return World(rank, size, local_rank, min(size, tasks[node]), machines=min(size, len(tasks)))
 
 @lru_cache(maxsize=16)
 def lane_order(C:int) -> np.ndarray:
