@@ -81,7 +81,8 @@ class Folder:
     with self.mutex():
       path = os.path.join(self.meta, "remote")
       if not os.path.exists(path):
-        with open(path, "w") as f: f.write(remote)
+        with open(f"{path}.new", "w") as f: f.write(remote)
+        os.replace(f"{path}.new", path)
       with open(path) as f: was = f.read()
       if was != remote: raise ValueError(f"{root} is a cache of {was}, not of {remote}: give another local folder, or remove this one")
       for name in ("locks", "tmp", "runs"):                         # what dead processes left
@@ -276,11 +277,12 @@ class Store:
     with contextlib.suppress(FileNotFoundError, FormatError): return parse(path)
     with folder.lock(quote(self.prefix, safe="") + "index"), folder.temp() as tmp:
       with contextlib.suppress(FileNotFoundError, FormatError): return parse(path)    # another process was quicker
-      self.remote.get(self.prefix + "index.json", tmp, check=parse)
+      got:list[Index] = []
+      self.remote.get(self.prefix + "index.json", tmp, check=lambda path: got.append(parse(path)))
       os.makedirs(os.path.dirname(path), exist_ok=True)
       os.replace(tmp, path)
       self._add(fetched_bytes=os.path.getsize(path))
-      return parse(path)
+      return got[-1]
 
   def _local(self, files:tuple[File, ...]) -> tuple[str, ...]: return tuple(os.path.join(self.root, self.prefix, f.name) for f in files)
   def _stamp(self, raw:tuple[File, ...], paths:tuple[str, ...]) -> int:
