@@ -114,7 +114,7 @@ class Order:
     streams = np.zeros(len(count), np.int32) if stream is None else stream
     copies = np.zeros(len(count), np.int32) if copy is None else copy
 
-    # the layout of the run, which no epoch changes: shards by a hash, copies of a shard together, streams spread
+    # the line: all pieces in an order that no epoch changes, shards by a hash, copies of a shard together, streams spread
     line = np.flatnonzero(count)
     if algo is not None:
       line = line[np.lexsort((copies[line], key[line], hash64(seed, "layout", key[line]), streams[line]))]
@@ -122,6 +122,7 @@ class Order:
         due, same = _due(count[line], streams[line], hash64(seed, "due", key[line])), np.arange(len(line))
         same[1:][(np.diff(key[line]) == 0) & (np.diff(streams[line]) == 0)] = 0  # all copies are due when the first one is
         line = line[np.argsort(due[np.maximum.accumulate(same)], kind="stable")]
+    # cut into lanes, which cuts some pieces too: a part is what one lane has of a piece, its samples from `first` on
     off = np.cumsum(count[line]) - count[line]
     cut = np.unique(self.cuts[1:-1])
     before = np.searchsorted(off, cut)
@@ -141,9 +142,9 @@ class Order:
     self.key = hash64(self.key, "part")  # what sorted the pieces must not be seen inside them
     self.piece, self.first, self.off = piece.astype(np.int32), first.astype(np.int32), np.append(0, np.cumsum(n))
     self.ends = np.searchsorted(self.off, self.cuts)  # lane c holds parts ends[c]:ends[c+1]
-    # a lane keeps a cell of samples ready, larger where more pieces are within reach, smaller where lanes are many
+    # each lane keeps a cell of samples ready, larger where more parts are within reach of one, smaller where lanes are many
     reach = {"py1e": 32 * len(piece) * self.block // max(1, self.length), "py1e-iid": self.block // 16}.get(algo, 0)
-    self.cell = max(1 << 10, min(1 << 16 if algo == "naive" else 1 << 15, (1 << 20) // lanes), min(reach, 1 << 18, (1 << 22) // lanes))
+    self.cell = max(1 << 8, min(1 << 16 if algo == "naive" else 1 << 15, (1 << 20) // lanes), min(reach, 1 << 18, (1 << 22) // lanes))
     self.start, self.have, self.number = np.zeros(lanes, np.int64), np.zeros(lanes, U64), [0] * lanes
     self.ready, self.guide = np.zeros((2, lanes, 1), U32), None
 
