@@ -1,4 +1,4 @@
-import csv, datetime, decimal, gzip, importlib.util, io, json, os, random, struct, tarfile, unittest
+import csv, datetime, decimal, glob, gzip, importlib.util, io, json, os, random, struct, tarfile, unittest
 from pathlib import Path
 import numpy as np
 from extra.datasets.streaming.convert import ConvertError, convert
@@ -331,6 +331,12 @@ class TestRemote(ConvertCase):
     s = convert(f"{url}/in", f"{url}/up", verify=True)
     self.assertEqual((s.rows, [r["a"] for r in rows(os.path.join(self.dir, "up"))]), ({"": 300}, list(range(300))))
     with self.assertRaisesRegex(FileExistsError, "is a dataset already"): convert(f"{url}/in", f"{url}/up")
+    before = {f: os.stat(f).st_mtime_ns for f in glob.glob(os.path.join(self.dir, "up", "0*", "index.json"))}
+    self.jsonl([{"a": "x"}], "in/2.jsonl")      # the new conversion fails at its last part, and an old part is not taken for a new one
+    with self.assertRaisesRegex(ConvertError, "2.jsonl: row 0"): convert(f"{url}/in", f"{url}/up", exist_ok=True)
+    self.assertEqual(len(before), 3)
+    self.assertEqual(sorted(os.listdir(os.path.join(self.dir, "up", "00002"))), ["shard.00000.mds"])
+    self.jsonl([{"a": 200 + j} for j in range(100)], "in/2.jsonl")
     with self.assertRaisesRegex(ConvertError, "needs --scratch"): convert(f"{url}/in", f"{url}/up2", shuffle_seed=1)
     convert(f"{url}/in", (os.path.join(self.dir, "both"), f"{url}/up2"), shuffle_seed=1)
     for d in ("both", "up2"): self.assertEqual(sorted(r["a"] for r in rows(os.path.join(self.dir, d))), list(range(300)))

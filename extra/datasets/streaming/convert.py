@@ -351,6 +351,9 @@ def prepare(out:Out, record:dict, splits:list[str], exist_ok:bool, verify:bool, 
       if re.fullmatch(r"\d{5,}", name):
         clear(part := os.path.join(folder, name), also)
         with contextlib.suppress(OSError): os.rmdir(part)       # what else is in it is not ours
+  if was and remote_of(out):
+    remote, ours = Remote(remote_of(out)), "|".join(map(re.escape, (*was["splits"], *splits)))     # type: ignore
+    for name in [n for n, _ in remote.list() if re.fullmatch(rf"((?:{ours})/)?(\d{{5,}}/)?index\.json", n)]: remote.delete(name)
   put(out, "convert.json", json.dumps(record, indent=1).encode())
   return "new"
 
@@ -425,7 +428,8 @@ def convert(source:Any, out:Out, *, kind:str|None=None, columns:dict[str, str]|N
             "val": val, "skip_bad": skip_bad, **vars(opt), "parts": len(p.parts),
             "digest": hashlib.sha1(repr([replace(part, extra=None) if kind == "rows" else part for part in p.parts]).encode()).hexdigest()}
   if shuffle_seed is not None and not (scratch or local_of(out)): raise ConvertError("a shuffle to a URL needs --scratch, a folder all workers see")
-  heap = os.path.join(scratch or local_of(out) or "", f".scatter-{hashlib.sha1(show(out).encode()).hexdigest()[:8]}")     # first pass of a shuffle
+  if verify and kind == "rows" and not isinstance(source, str): raise ConvertError("rows given once cannot be verified: give module:function")
+  heap = "" if shuffle_seed is None else os.path.join(scratch or str(local_of(out)), f".scatter-{hashlib.sha1(show(out).encode()).hexdigest()[:8]}")
   with lock(out), executor_of(executor) as pool:
     def do(work:Work, jobs:list[Job]) -> int: return run(work, jobs, workers, pool, quiet, keep and work is not check_part)
     state = prepare(out, record, splits, exist_ok, verify, heap)

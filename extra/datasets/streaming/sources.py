@@ -634,7 +634,8 @@ def stored(shard:Shard, column:str, rows:np.ndarray, want:str) -> Any:
   have = shard.schema.encodings[shard.schema.names.index(column)]
   if shard.schema.format != "mds" or have != want: return shard.values(rows, column)
   e = encoding(have, allow_unsafe_types=True)
-  if (fixed := shard.fixed(column)) is not None and e.size: return np.ascontiguousarray(fixed[rows]).view(e.dtype).reshape(len(rows), *(e.shape or ()))
+  if e.size and (fixed := shard.fixed(column)) is not None:
+    return np.ascontiguousarray(fixed[rows]).view(e.dtype).reshape(len(rows), *(e.shape or ()))
   starts, stops = shard.spans(rows, column)
   return [shard.data[i:j].tobytes() for i, j in zip(starts.tolist(), stops.tolist())]
 
