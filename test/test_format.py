@@ -521,7 +521,7 @@ class TestShard(TempDirTestCase):
         self.assertEqual(start.dtype, np.int64)
         if name == "fixed":
           self.assertEqual([v.tobytes() for v in shard.fixed(c)], [e.encode(s[c]) for s in want])
-          address, stride = shard.place(c)
+          address, stride, size = shard.place(c)
           self.assertEqual([address - shard.data.ctypes.data + i * stride for i in at], start.tolist())
         else: self.assertTrue(shard.fixed(c) is None and shard.place(c) is None)
       pick = tuple(list(want[0])[1::2])

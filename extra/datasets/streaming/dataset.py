@@ -1,10 +1,10 @@
 """A dataset of shards as one long sequence: random access, vectorised reads and the order of an epoch."""
-import bisect, collections, ctypes, functools, os, threading, time
+import bisect, collections, ctypes, os, threading, time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Callable, Sequence
 import numpy as np
 from .cache import Store, open_shards
-from .format import Encoding, Shard, encoding
+from .format import Encoding, FormatError, Shard, encoding, locate, memory
 from .mix import Mix, Source, Stream
 from .partition import World
 from .shuffle import hash64
@@ -14,20 +14,14 @@ MAX_MAPPED = 1024   # shards kept mapped at once; a mapping holds no descriptor
 ORIGIN = ("_stream", "_shard", "_index", "_position")
 SMALL = 1 << 15     # bytes of a value up to which one vectorised copy of all rows is quicker than a memmove a row
 
-# *** the machine's memory as one array, so that rows of many mapped shards are gathered in one call ***
+# *** reading values where they are mapped ***
 
 MEMORY = memoryview((ctypes.c_char * (2**63 - 1)).from_address(0)).cast("B")
-
-@functools.lru_cache(256)
-def words(size:int) -> np.ndarray:
-  """V<size>[...]: item a is the `size` bytes at address a + 1. Only for addresses inside mappings that are held."""
-  class Everything: __array_interface__ = {"version": 3, "data": (1, True), "shape": ((2**63 - 1) // size,), "strides": (1,), "typestr": f"|V{size}"}
-  return np.asarray(Everything())
 
 def copy_rows(address:np.ndarray, size:int, out:np.ndarray|None=None) -> np.ndarray:
   """The `size` bytes at each address, int64[n] -> uint8[n, size], into `out` (contiguous, n * size bytes) if given."""
   if size <= SMALL:
-    rows = words(size)[address - 1]
+    rows = memory(size)[address - 1]
     if out is None: return rows.view(np.uint8).reshape(len(address), size)
     if len(address): np.copyto(out.reshape(-1).view(np.uint8).view(rows.dtype), rows)
     return out
@@ -35,17 +29,27 @@ def copy_rows(address:np.ndarray, size:int, out:np.ndarray|None=None) -> np.ndar
   for to, a in zip(range(out.ctypes.data, out.ctypes.data + size * len(address), size), address.tolist()): ctypes.memmove(to, a, size)
   return out
 
-def cut(address:np.ndarray, size:np.ndarray, decode:Callable|None) -> list:
+def cut(address:np.ndarray, size:np.ndarray, decode:Callable|None=None) -> list:
   """The values at `address`, of `size` bytes each: bytes, or what `decode` makes of them."""
   raw = [MEMORY[a:a + n].tobytes() for a, n in zip(address.tolist(), size.tolist())]
   return raw if decode is None else [decode(b) for b in raw]
 
 class Ragged:
-  """A column of values of varying size, still where they are mapped: address and size int64[n]."""
-  def __init__(self, address:np.ndarray, size:np.ndarray, enc:Encoding, hold:list[Shard]):
-    self.address, self.size, self.enc, self.hold = address, size, enc, hold
+  """A column of values of varying size, still where they are mapped: address and size int64[n]. rows[i] of shards[which[i]] it is."""
+  def __init__(self, name:str, enc:Encoding, shards:list[Shard], which:np.ndarray, rows:np.ndarray):
+    self.name, self.enc, self.shards, self.which, self.rows = name, enc, shards, which, rows
+    self.address, self.size = locate(shards, which, rows, name)
   def __len__(self) -> int: return len(self.size)
-  def tolist(self) -> list: return cut(self.address, self.size, None if self.enc.name == "bytes" else self.enc.decode)
+  def tolist(self) -> list:
+    raw, out = cut(self.address, self.size), []
+    if self.enc.name == "bytes": return raw
+    try:
+      for b in raw: out.append(self.enc.decode(b))
+      return out
+    except (ImportError, MemoryError): raise
+    except Exception as e:
+      at = len(out)
+      raise FormatError(f"{self.shards[self.which[at]].where}: row {self.rows[at]}: column {self.name!r}: {e}") from e
   def copy(self, block:np.ndarray):
     """Lay the values end to end in `block`, uint8[sum of sizes]."""
     to, at = memoryview(block), 0
@@ -231,24 +235,12 @@ class StreamingDataset:
         at = np.flatnonzero(which == i)
         for j, v in zip(at.tolist(), s.values(rows[at], name, self.decode, self.allow_unsafe_types)): values[j] = v
       return values if enc.dtype is None else np.asarray(values, enc.dtype)
-    address, size = self._where(name, enc.size or 0, shards, which, rows)
-    if enc.dtype is None or enc.shape is None or not enc.size: return Ragged(address, size, enc, shards)
+    if enc.dtype is None or enc.shape is None or not enc.size: return Ragged(name, enc, shards, which, rows)
+    address, _ = locate(shards, which, rows, name)
     shape = (len(rows), *enc.shape)
     if new is None: return copy_rows(address, enc.size).view(enc.dtype).reshape(shape)
     copy_rows(address, enc.size, out := new(shape, enc.dtype))
     return out
-
-  def _where(self, name:str, size:int, shards:list[Shard], which:np.ndarray, rows:np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Address and size of each row's value, int64[n]; `size` is the column's where it has one."""
-    if all(fixed := [s.place(name) for s in shards]):
-      base, stride = np.array(fixed, np.int64).reshape(-1, 2).T
-      return base[which] + rows * stride[which], np.full(len(rows), size)
-    address, sizes = np.empty(len(rows), np.int64), np.empty(len(rows), np.int64)
-    for i, s in enumerate(shards):
-      at = np.flatnonzero(which == i)
-      start, stop = s.spans(rows[at], name)
-      address[at], sizes[at] = start + s.data.ctypes.data, stop - start
-    return address, sizes
 
   def python(self, name:str, column:Any) -> list:
     """A column of `gather` as the list of values that single samples have."""

@@ -458,6 +458,13 @@ def map_file(path:str) -> np.ndarray:
   try: return map_fd(fd, os.fstat(fd).st_size)
   finally: os.close(fd)
 
+@functools.lru_cache(256)
+def memory(size:int) -> np.ndarray:
+  """All memory as V<size>[...]: item a is the `size` bytes at address a + 1. One index of it gathers from many mapped shards; only for addresses
+  inside mappings that are held."""
+  class Everything: __array_interface__ = {"version": 3, "data": (1, True), "shape": ((2**63 - 1) // size,), "strides": (1,), "typestr": f"|V{size}"}
+  return np.asarray(Everything())
+
 @functools.lru_cache(64)
 def _header(text:bytes) -> Schema: return Schema.of(json.loads(text, object_pairs_hook=_no_twins))
 
@@ -494,7 +501,7 @@ class Shard:
     if samples and (int(step.min()) < least or (self._stride and int(step.max()) > least)):
       row = int(np.argmax((step != least) if self._stride else step < least))
       raise FormatError(f"{where}: row {row} has {step[row]} bytes, its columns need {least}")
-    self._buffer = memoryview(self.data)
+    self._buffer, self.address = memoryview(self.data), self.data.ctypes.data
 
   def _column(self, column:str) -> int:
     try: return self.schema.names.index(column)
@@ -506,29 +513,18 @@ class Shard:
     if self._stride is None: return None
     return np.ndarray((self.samples,), f"V{self.schema.sizes[i]}", self.data, int(self.offsets[0]) + self._constant[i], (self._stride,))
 
-  def place(self, column:str) -> tuple[int, int]|None:
-    """(address in memory of the column's value in row 0, bytes from row to row), where every column has a fixed size; else None."""
+  def place(self, column:str) -> tuple[int, int, int]|None:
+    """(address in memory of the column's value in row 0, bytes from row to row, bytes of it), where every column has a fixed size; else None."""
     if column not in self._places:
-      x = self.fixed(column)
-      self._places[column] = None if x is None else (x.__array_interface__["data"][0], self._stride)
+      i = self._column(column)
+      self._places[column] = None if self._stride is None else (self.address + int(self.offsets[0]) + self._constant[i], self._stride,
+                                                                self.schema.sizes[i])
     return self._places[column]
 
   def spans(self, rows:np.ndarray, column:str) -> tuple[np.ndarray, np.ndarray]:
-    """First and last byte of the column's values in `data`, int64[n] each, stop exclusive. Raises FormatError where a row's lengths do not add up.
-    Not for text shards, whose values must be parsed."""
-    assert self.schema.format == "mds", "text shards have no spans"
-    i, k = self._column(column), self._variable[-1]
-    begin, end, size = self.offsets[rows].astype(np.int64), self.offsets[1:][rows].astype(np.int64), self.schema.sizes[i]
-    start = begin + 4 * k + self._constant[i]
-    if not k: return start, start + size
-    words = np.ndarray((len(self.data) - 3,), "<u4", self.data, 0, (1,))  # a word from every byte
-    left = end - begin - 4 * k - self._constant[-1]
-    for j in range(k):
-      left -= (length := words[begin + 4 * j].astype(np.int64))
-      if j < self._variable[i]: start += length
-      elif j == self._variable[i] and size is None: stop = start + length
-    if left.any(): raise FormatError(f"{self.where}: row {rows[np.argmax(left != 0)]}: its columns do not fill it")
-    return start, stop if size is None else start + size
+    """First and last byte of the column's values in `data`, int64[n] each, stop exclusive. Raises as `locate` does."""
+    address, size = locate([self], np.zeros(len(rows), np.int64), rows, column)
+    return address - self.address, address - self.address + size
 
   def values(self, rows:np.ndarray, column:str, decode:bool=True, allow_unsafe_types:bool=False) -> list:
     """The column's decoded values in these rows, int64[n]."""
@@ -582,6 +578,38 @@ class Shard:
       return out
     except KeyError: raise FormatError(f"{self.where}: row {row}: column {name!r} is missing") from None
     except (ValueError, TypeError, RecursionError) as e: raise self._bad(row, name, e) from e
+
+def locate(shards:list[Shard], which:np.ndarray, rows:np.ndarray, column:str) -> tuple[np.ndarray, np.ndarray]:
+  """
+  Address in memory and size of a column's values, int64[n] each: rows[i] of shards[which[i]]. They hold while the shards are. Not for text shards,
+  whose values must be parsed. Raises FormatError where a row's lengths do not add up.
+  """
+  if all(places := [s.place(column) for s in shards]):
+    first, stride, size = np.array(places, np.int64).reshape(-1, 3).T
+    return first[which] + rows * stride[which], size[which]
+  schema = shards[0].schema
+  if any(s.schema != schema for s in shards):
+    address, size = np.empty((2, len(rows)), np.int64)
+    for kind in {s.schema for s in shards}:
+      at = np.flatnonzero(np.array([s.schema == kind for s in shards])[which])
+      some = np.unique(which[at])
+      address[at], size[at] = locate([shards[j] for j in some], some.searchsorted(which[at]), rows[at], column)
+    return address, size
+  assert schema.format == "mds", "text shards have no values in place"
+  i, (variable, constant, _) = shards[0]._column(column), _layout(schema)
+  start = np.array([s.address for s in shards], np.int64)[which]
+  begin, end = memory(8)[start + 4 * rows + 3].view("<u4").astype(np.int64).reshape(-1, 2).T
+  head = start + begin                        # lengths of the columns that vary, then the values
+  address, size = head + (4 * variable[-1] + constant[i]), np.full(len(rows), schema.sizes[i] or 0)
+  left = end - begin - 4 * variable[-1] - constant[-1]
+  for j in range(variable[-1]):
+    left -= (length := memory(4)[head + (4 * j - 1)].view("<u4").astype(np.int64))
+    if j < variable[i]: address += length
+    elif j == variable[i] and schema.sizes[i] is None: size = length
+  if left.any():
+    bad = int(np.argmax(left != 0))
+    raise FormatError(f"{shards[which[bad]].where}: row {rows[bad]}: its columns do not fill it")
+  return address, size
 
 # *** writing ***
 

@@ -186,7 +186,7 @@ class ThreadWorker:
   def hang_up(self): self.inbox.put(None)
   def close(self):
     self.hang_up()
-    if self.thread is not threading.current_thread(): self.thread.join(1)
+    if self.thread is not threading.current_thread(): self.thread.join(5)
 
 def worker_main(conn, payload, number:int, stacks, ring:Inherited):
   faulthandler.register(signal.SIGUSR1, stacks.fileno(), all_threads=True)
