@@ -287,13 +287,13 @@ class TestMDS(ConvertCase):
     self.assertEqual(columns(self.out), {"a": "int", "b": "float64", "c": "str"})
     self.assertEqual([(r["a"], float(r["b"]), r["c"]) for r in rows(self.out)], [(i, i / 2, "x") for i in range(5)])
 
-def squares(): return ({"i": i, "sq": np.int64(i * i), "v": np.full(2, i, np.float32)} for i in range(10))
+def squares(): return ({"i": i, "sq": np.int64(i * i), "v": np.full(2, i, np.float32), "g": np.full((2, 3), i, np.uint8)} for i in range(10))
 
 class TestPython(ConvertCase):
   def test_iterable_and_function(self):
     for source in ("test_sources:squares", squares(), list(squares())):
       convert(source, self.out, exist_ok=True)
-      self.assertEqual(columns(self.out), {"i": "int", "sq": "int64", "v": "ndarray:float32:2"})
+      self.assertEqual(columns(self.out), {"i": "int", "sq": "int64", "v": "ndarray:float32:2", "g": "ndarray:uint8:2,3"})
       self.assertEqual([(r["i"], int(r["sq"]), r["v"].tolist()) for r in rows(self.out)], [(i, i * i, [i, i]) for i in range(10)])
   def test_refused(self):
     for given, why in (([{"a": object()}], "column 'a' has values of type object"), ([1], "gives int, not dicts"), ([], "no rows"),

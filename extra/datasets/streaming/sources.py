@@ -211,14 +211,13 @@ ARRAYS:dict[str, tuple[Callable, Callable]] = {"npz": (npz_files, npz_arrays), "
                                                "tokens": (token_files, token_arrays)}
 
 def array_encoding(dtype:np.dtype, shape:tuple[int, ...]) -> str:
-  """A number becomes a scalar, an array keeps its shape, but uint8 [H, W] is a grey image and gets a channel axis: [1, H, W]."""
   if dtype.kind in "US" and not shape: return "str" if dtype.kind == "U" else "bytes"
   if dtype.kind not in "biuf" or dtype.itemsize > 8: return f"!has dtype {dtype}, which no encoding holds"
-  if dtype == np.uint8 and len(shape) == 2: shape = (1, *shape)
   name = dtype.newbyteorder("=").name
   return f"ndarray:{name}:{','.join(map(str, shape))}" if shape else name
 
 def plan_arrays(kind:str, source:str, opt:Options) -> Plan:
+  """A column an array, with the shape of its rows; but rows of uint8 [H, W] are grey images and get a channel axis: [1, H, W]."""
   files, arrays_of = ARRAYS[kind]
   plan, found = Plan({}, []), files(source, opt)
   for file, split, extra in found:
@@ -227,7 +226,7 @@ def plan_arrays(kind:str, source:str, opt:Options) -> Plan:
     if single := [n for n, a in arrays.items() if not a.shape]: raise ValueError(f"{where}: {', '.join(single)} is a single value, not rows")
     if len({a.shape[0] for a in arrays.values()}) != 1:
       raise ValueError(f"{where}: arrays of different lengths: {', '.join(f'{n} {list(a.shape)}' for n, a in arrays.items())}")
-    columns = {n: array_encoding(a.dtype, a.shape[1:]) for n, a in arrays.items()}
+    columns = {n: array_encoding(a.dtype, (1, *a.shape[1:]) if a.dtype == np.uint8 and len(a.shape) == 3 else a.shape[1:]) for n, a in arrays.items()}
     if plan.columns and columns != plan.columns: raise ValueError(f"{where}: {columns} where {redact(found[0][0])} has {plan.columns}")
     plan.columns, rows = columns, next(iter(arrays.values())).shape[0]
     row = sum(a.dtype.itemsize * math.prod(a.shape[1:]) for a in arrays.values())
