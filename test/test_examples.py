@@ -16,7 +16,8 @@ class TestDigits(TempDirTestCase):
   def test_killed_and_resumed_with_other_workers(self):
     code, whole = self.run_example("whole", port := free_port(), WORKERS="2")
     self.assertEqual((code, len(whole)), (0, 5))
-    killed = [self.run_example("killed", port, **env) for env in ({"WORKERS": "0", "KILL_AT": "15"}, {"WORKERS": "3", "KILL_AT": "25"}, {"WORKERS": "1"})]
+    runs = ({"WORKERS": "0", "KILL_AT": "15"}, {"WORKERS": "3", "KILL_AT": "25"}, {"WORKERS": "1"})
+    killed = [self.run_example("killed", port, **env) for env in runs]
     self.assertEqual([c for c, _ in killed], [-9, -9, 0])
     self.assertEqual([[x for x in out if "resumed" in x] for _, out in killed], [[], ["resumed at step 10"], ["resumed at step 20"]])
     lines = [x for _, out in killed for x in out if "resumed" not in x]

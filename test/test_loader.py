@@ -98,6 +98,11 @@ class TestBatches(LoaderTestCase):
     self.assertFalse(set(sum(got[0], [])) & set(sum(got[2], [])))
     with self.assertRaisesRegex(ValueError, "replication 3"): self.loader(20, world=World(0, 4, 0, 4), replication=3)
 
+  def test_a_lane_a_machine(self):
+    self.ds = StreamingDataset(self.path("d"), shuffle=True)
+    for world, lanes in ((World(), 1), (World(3, 8, 1, 2), 4)): self.assertEqual(self.loader(8, world=world).state_dict()["num_canonical_nodes"], lanes)
+    self.assertEqual(StreamingDataLoader(StreamingDataset(self.path("d")), 8, world=World(3, 8, 1, 2)).state_dict()["num_canonical_nodes"], 1)
+
   def test_tuples(self):
     x, i = next(iter(self.loader(columns=("x", "id"))))
     np.testing.assert_array_equal(x, self.x[i])

@@ -250,9 +250,9 @@ class StreamingDataset:
 
   # *** the order ***
 
-  def mix(self, lanes:int|None=None, seed:int|None=None) -> Mix:
-    """The order of a run, a new one each time. `lanes` and `seed` default to the dataset's own settings, else one lane a machine."""
-    lanes = lanes or self.num_canonical_nodes or (World.detect().nodes if self._order["shuffle"] else 1)
+  def mix(self, lanes:int|None=None, seed:int|None=None, world:World|None=None) -> Mix:
+    """The order of a run, a new one each time. `lanes` and `seed` default to the dataset's own settings, else one lane a machine of `world`."""
+    lanes = lanes or self.num_canonical_nodes or ((world or World.detect()).nodes if self._order["shuffle"] else 1)
     # a dataset of one stream keeps its order when it moves to another place
     names = [s.name for s in self.streams] if len(self.streams) > 1 else ["data"]
     sources = [Source(n, store.index.samples, s) for n, s, store in zip(names, self.streams, self.stores)]

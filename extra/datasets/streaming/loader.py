@@ -234,7 +234,8 @@ class StreamingDataLoader:
     self.ds, self.batch_size, self.num_workers, self.method, self.timeout = ds, int(batch_size), int(num_workers), method, timeout
     self.columns, self.tensors, self.device = None if columns is None else tuple(columns), tensors, device
     self.drop_last, self.pad_last = drop_last and not pad_last, pad_last
-    self.rank, self.ranks = (World.detect() if world is None else world).group(replication)
+    self.world = World.detect() if world is None else world
+    self.rank, self.ranks = self.world.group(replication)
     self.rows = self.batch_size * (self.rank + 1) // self.ranks - self.batch_size * self.rank // self.ranks
     if tensors and self.batch_size % self.ranks:
       raise ValueError(f"batch_size={self.batch_size} over {self.ranks} ranks gives batches of different shapes, which Tensors cannot have: "
@@ -254,7 +255,7 @@ class StreamingDataLoader:
                     "use drop_last=False or pad_last=True", stacklevel=2)
 
   def _order(self, lanes:int|None=None, seed:int|None=None, unit:int|None=None) -> Mix:
-    mix = self.ds.mix(lanes, seed)
+    mix = self.ds.mix(lanes, seed, self.world)
     mix.unit = unit or mix.unit or mix.unit_of(self.batch_size, self.ranks)
     return mix
 
