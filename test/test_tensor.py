@@ -1,4 +1,5 @@
 import gc, glob, json, os, signal, unittest
+from unittest import mock
 import numpy as np
 from tinygrad import Device, Tensor, TinyJit, dtypes
 from tinygrad.nn.state import safe_save
@@ -44,6 +45,19 @@ class TestHandOff(TensorTestCase):
 
   def test_dtype_no_tensor_has(self):
     with self.assertRaisesRegex(TypeError, "'z' is complex128"): next(iter(self.loader(transform=lambda s, r: {"z": np.complex128(1)})))
+
+  def test_dtype_the_device_has_not(self):
+    with mock.patch.object(type(Device["CPU"].renderer), "supported_dtypes", lambda self: {dtypes.uint8}):
+      with self.assertRaisesRegex(TypeError, "'id' is dtypes.long, which CPU:1"): next(iter(self.loader(device="CPU:1")))
+
+  def test_copies_are_a_step_ahead(self):
+    dl = self.loader(device="CPU:1", prefetch=8)
+    it, seen = iter(dl), []
+    for _ in range(5):
+      seen.append(next(it)["id"].numpy())
+      self.assertEqual(dl.state_dict()["sample_in_epoch"], 10 * len(seen))  # what is on the device early is not delivered yet
+    (new := self.loader()).load_state_dict(dl.state_dict())
+    for a, b in zip(it, new, strict=True): self.assertEqual(a["id"].tolist(), b["id"].tolist())
 
   def test_no_rows(self):
     dl = [self.loader(50, world=World(r, 50, r, 50), drop_last=False) for r in range(50)]

@@ -361,6 +361,10 @@ class StreamingDataLoader:
     if device == "CPU":
       t = Tensor.from_blob(a.ctypes.data, a.shape, dtype=dtype, device="CPU")
       return t, t.uop.buffer
+    if device != "NPY":
+      for d in device if isinstance(device, tuple) else (device,):
+        if dtype not in Device[d].renderer.supported_dtypes():
+          raise TypeError(f"column {name!r} is {dtype}, which {d} cannot compute with: change it in transform=, or take device=\"NPY\"")
     t = Tensor(a, device="NPY")
     if bfloat16: t = t.bitcast(dtypes.bfloat16)
     if device == "NPY": return t, a.base
