@@ -1,5 +1,6 @@
-import csv, datetime, decimal, glob, gzip, importlib.util, io, json, os, random, struct, tarfile, unittest
+import csv, datetime, decimal, glob, gzip, importlib.util, io, json, os, random, struct, sys, tarfile, unittest
 from pathlib import Path
+from unittest import mock
 import numpy as np
 from extra.datasets.streaming.convert import ConvertError, convert
 from extra.datasets.streaming.format import JSONWriter, MDSWriter
@@ -59,6 +60,11 @@ class TestText(ConvertCase):
     half = len(text) // 2
     p = self.write("x.jsonl.zst", zstandard.compress(text[:half]) + zstandard.compress(text[half:]))       # two frames
     self.assertEqual(convert(p, self.out).rows, {"": 300_000})
+
+  def test_a_missing_package_is_named(self):
+    with mock.patch.dict(sys.modules, {"zstandard": None, "compression.zstd": None, "compression": None, "pyarrow": None}):
+      with self.assertRaisesRegex(ImportError, "zstandard is not installed: pip install zstandard"): convert(self.write("x.jsonl.zst", b""), self.out)
+      with self.assertRaisesRegex(ImportError, r"pyarrow is not installed: install the extra \[parquet\]"): convert(self.write("x.parquet", b""), self.out)
 
   def test_lines_are_cut_as_a_plain_split_does(self):
     rng = random.Random(1)
