@@ -64,7 +64,8 @@ class TestText(ConvertCase):
   def test_a_missing_package_is_named(self):
     with mock.patch.dict(sys.modules, {"zstandard": None, "compression.zstd": None, "compression": None, "pyarrow": None}):
       with self.assertRaisesRegex(ImportError, "zstandard is not installed: pip install zstandard"): convert(self.write("x.jsonl.zst", b""), self.out)
-      with self.assertRaisesRegex(ImportError, r"pyarrow is not installed: install the extra \[parquet\]"): convert(self.write("x.parquet", b""), self.out)
+      with self.assertRaisesRegex(ImportError, r"pyarrow is not installed: install the extra \[parquet\]"):
+        convert(self.write("x.parquet", b""), self.out)
 
   def test_lines_are_cut_as_a_plain_split_does(self):
     rng = random.Random(1)

@@ -36,7 +36,8 @@ class Options:
   end_token:int|None = None       # after each document; None: the tokenizer's own
   tail:str = "drop"               # what is left of a part's tokens: "drop", or "pad" with the end token
   def __post_init__(self):
-    if self.part_size < 1 or (self.seq_len is not None and self.seq_len < 1) or self.tail not in ("drop", "pad"): raise ValueError(f"no use: {self}")
+    if self.part_size < 1 or (self.seq_len is not None and self.seq_len < 1) or self.tail not in ("drop", "pad"):
+      raise ValueError(f"{self}: part_size and seq_len are 1 or more, tail is drop or pad")
 
 Batch = tuple[np.ndarray, dict[str, Any], int]  # row numbers int64[n], columns (array or list of n), bytes of the part read so far
 Bad = Callable[[int, str], None]                # told of each row that can't be read: raises, or returns when it is to be skipped
