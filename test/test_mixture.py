@@ -1,4 +1,4 @@
-import contextlib, io, itertools, json, os, pickle, unittest, urllib.request
+import contextlib, io, itertools, json, os, pickle, threading, unittest, urllib.request
 from unittest import mock
 import numpy as np
 from extra.datasets.streaming import Stream, StreamingDataLoader, StreamingDataset, World
@@ -168,6 +168,8 @@ class TestStats(MixtureTestCase):
     self.assertIn(f'tinygrad_streaming_stream_samples{{stream="{self.path("many")}"}} 1000', text)
     dl.close()
     del dl
+    for t in threading.enumerate():
+      if t is not threading.current_thread(): t.join(5)  # who answered
     self.assertEqual(held(), before)
 
   def test_debug_prints_a_line_an_epoch(self):

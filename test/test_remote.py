@@ -4,7 +4,7 @@ import numpy as np
 import requests
 from extra.datasets.streaming import MDSWriter
 from extra.datasets.streaming.cache import Store
-from extra.datasets.streaming.remote import Cancelled, NoRanges, Remote, RemoteError, redact
+from extra.datasets.streaming.remote import Cancelled, NoRanges, Remote, RemoteError, cancel, redact
 from helpers import TempDirTestCase, run_script
 from servers import Fault, Server
 
@@ -339,7 +339,7 @@ class TestHTTP(Kinds, DataCase):
       t.start()
       self.assertTrue(asked.wait(30))
       stop.set()
-      remote.cancel({t.ident})
+      cancel({t.ident})
       t.join(30)
       self.assertIsInstance(ended[0], Cancelled)
   def test_no_list(self):

@@ -10,13 +10,13 @@ A cache folder mirrors the names of its remote. Beside them `.streaming/` holds 
   runs/*           the pieces an iteration is going to use and how far it is, flocked while it lives
 """
 from __future__ import annotations
-import contextlib, errno, fcntl, functools, hashlib, os, re, resource, secrets, shutil, threading, time, zlib
+import contextlib, errno, fcntl, hashlib, os, re, resource, secrets, shutil, threading, time, zlib
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Callable, Iterator
 from urllib.parse import quote, unquote
 import numpy as np
-from .format import File, FormatError, Index, Shard, decompress, hasher, verify
-from .remote import NoRanges, Remote, RemoteError
+from .format import INDEXES, File, FormatError, Index, Shard, decompress, hasher, verify
+from .remote import NoRanges, Remote, RemoteError, cancel
 
 META, DEBUG = ".streaming", int(os.getenv("DEBUG", "0"))
 # bytes on disk, those on their way included; a stamp of the verified files (negative: only the size was checked); when it was last asked for
@@ -108,9 +108,10 @@ class Folder:
   def index(self, table:str) -> Index|None:
     """The index of a table, which another dataset that shares the folder may have made. None when that index is gone."""
     if table not in self.indexes:
-      with contextlib.suppress(FileNotFoundError, FormatError):
-        with open(os.path.join(self.root, unquote(table[:-8]), "index.json"), "rb") as f: index = Index.parse(f.read(), self.root)
-        if table.endswith(f"{zlib.crc32(index.data):08x}"): self.indexes[table] = index
+      for name in INDEXES:
+        with contextlib.suppress(FileNotFoundError, FormatError):
+          with open(os.path.join(self.root, unquote(table[:-8]), name), "rb") as f: index = Index.parse(f.read(), self.root)
+          if table.endswith(f"{zlib.crc32(index.data):08x}"): self.indexes[table] = index
     return self.indexes.get(table)
 
   def join(self, index:Index, prefix:str) -> str:
@@ -122,7 +123,7 @@ class Folder:
         for old in self._tables():
           if old[:-8] == name[:-8]: remove(self._path(old))
         rows = np.zeros(len(index), ROW)
-        if any(n != "index.json" for at, _, names in os.walk(os.path.join(self.root, prefix)) if META not in at for n in names):
+        if any(n not in INDEXES for at, _, names in os.walk(os.path.join(self.root, prefix)) if META not in at for n in names):
           for i in range(len(rows)): rows["bytes"][i] = self.on_disk(name, i)
         rows.tofile(f"{path}.new")
         os.replace(f"{path}.new", path)
@@ -224,6 +225,13 @@ def coalesce(start:np.ndarray, stop:np.ndarray) -> list[tuple[int, int]]:
   edges = np.flatnonzero(cut)
   return list(zip([0, *(edges + 1).tolist()], [*edges.tolist(), len(start) - 1]))
 
+class lazy:  # noqa: N801
+  """functools.cached_property, whose lock before Python 3.12 is one for all instances and would make datasets wait for each other's index."""
+  def __init__(self, fn:Callable): self.fn = fn
+  def __get__(self, obj:Any, owner:type) -> Any:
+    value = obj.__dict__[self.fn.__name__] = self.fn(obj)
+    return value
+
 class Store:
   """The shards of one stream as files on this machine. A folder without a remote is read in place and nothing is created in it; anything else is
   fetched to `local`, or to a folder under the user's cache directory. Picklable; safe with threads and processes."""
@@ -245,7 +253,7 @@ class Store:
     self.root = local if self.place is None and local is not None else default_folder(self.identity)
     self._init()
     largest = int((self.index.raw_size + self.index.zip_size).max(initial=0))
-    if self.place is None and self.limit != UNLIMITED:
+    if self.limited:
       disk = os.statvfs(self.root)
       most = min(self.limit[0], int(disk.f_blocks * disk.f_frsize * (1 - self.limit[1])))
       if most < largest: raise ValueError(f"{self.where}: cache_limit leaves {most} bytes for {self.root}, its largest shard takes {largest}: "
@@ -264,24 +272,37 @@ class Store:
     """Counts of this process: fetched_bytes, fetched_shards, hits (shards asked for and found on this disk), evicted."""
     with self._count: return dict(self._counts)
 
-  @functools.cached_property
+  @lazy
   def folder(self) -> Folder: return Folder(self.root, self.identity)
-  @functools.cached_property
+  @lazy
   def table(self) -> str: return self.folder.join(self.index, self.prefix)
-  @functools.cached_property
+  @lazy
   def index(self) -> Index:
-    if self.place is not None: return Index.parse(self.remote.read(self.prefix + "index.json"), self.where)
-    folder, path = self.folder, os.path.join(self.root, self.prefix, "index.json")
-    def parse(path:str) -> Index:
-      with open(path, "rb") as f: return Index.parse(f.read(), self.where)
-    with contextlib.suppress(FileNotFoundError, FormatError): return parse(path)
+    names, place = [self.prefix + n for n in INDEXES], os.path.join(self.place or self.root, "")
+    def kept() -> Index|None:
+      for name in names:
+        with contextlib.suppress(FileNotFoundError, FormatError), open(place + name, "rb") as f: return Index.parse(f.read(), self.where)
+      return None
+    if self.place is not None:
+      return kept() or Index.parse(self.remote.read(names[0]), self.where)  # which tells what is wrong
+    folder = self.folder                                            # first of all it refuses another remote's
+    if (index := kept()) is not None: return index
     with folder.lock(quote(self.prefix, safe="") + "index"), folder.temp() as tmp:
-      with contextlib.suppress(FileNotFoundError, FormatError): return parse(path)    # another process was quicker
+      if (index := kept()) is not None: return index                # another process was quicker
       got:list[Index] = []
-      self.remote.get(self.prefix + "index.json", tmp, check=lambda path: got.append(parse(path)))
-      os.makedirs(os.path.dirname(path), exist_ok=True)
-      os.replace(tmp, path)
-      self._add(fetched_bytes=os.path.getsize(path))
+      def parse(path:str):
+        with open(path, "rb") as f: got.append(Index.parse(f.read(), self.where))
+      missing:list[RemoteError] = []
+      for name in names:
+        try: self.remote.get(name, tmp, check=parse)
+        except RemoteError as e:
+          if e.status != 404: raise
+          missing.append(e)
+        else: break
+      else: raise missing[0]
+      os.makedirs(os.path.dirname(place + name), exist_ok=True)
+      os.replace(tmp, place + name)
+      self._add(fetched_bytes=os.path.getsize(place + name))
       return got[-1]
 
   def _local(self, files:tuple[File, ...]) -> tuple[str, ...]: return tuple(os.path.join(self.root, self.prefix, f.name) for f in files)
@@ -306,6 +327,8 @@ class Store:
     if self.limit != UNLIMITED: self.folder.row(self.table, shard, time.time_ns())
     return paths
 
+  @property
+  def limited(self) -> bool: return self.place is None and self.limit != UNLIMITED
   def has(self, shard:int) -> bool:
     """Whether the shard is on this disk, verified."""
     return self._find(shard) is not None
@@ -553,7 +576,7 @@ class Fetcher:
       mine = store == i
       if count is not None: thin[mine] = 2 * count[order][mine] <= s.index.samples[shard[mine]]
       sizes[mine] = np.where(thin[mine], 0, s.index.raw_size[shard[mine]])
-      if s.limit != UNLIMITED: positions.append(runs.enter_context(s.folder.run(s.table, position, shard[mine], lo[mine], hi[mine])))
+      if s.limited: positions.append(runs.enter_context(s.folder.run(s.table, position, shard[mine], lo[mine], hi[mine])))
     self.runs.close()
     with self.change:
       self.store, self.shard, self.lo, self.hi, self.thin, self.runs, self.positions = store, shard, lo, hi, thin, runs, positions
@@ -618,6 +641,6 @@ class Fetcher:
     idents = {t.ident for t in self.threads}
     for t in self.threads:
       while t.is_alive():
-        for s in self.stores: s.remote.cancel(idents)
+        cancel(idents)
         t.join(0.05)
     self.runs.close()

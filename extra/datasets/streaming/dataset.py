@@ -154,21 +154,29 @@ class StreamingDataset:
         if s is not None: self._mapped.move_to_end(n)
     if all(found): return found
     start, missing = time.perf_counter_ns(), [i for i, s in enumerate(found) if s is None]
-    stream = [bisect.bisect_right(self.first_shard, numbers[i]) - 1 for i in missing]
-    wants = [(self.stores[s], numbers[i] - self.first_shard[s], rows(i) if rows is not None else None) for s, i in zip(stream, missing)]
+    wants = [(*self._at(numbers[i]), rows(i) if rows is not None else None) for i in missing]
     opened = open_shards(wants, urgent=urgent)
     for i, (store, n, _), shard in zip(missing, wants, opened):
       found[i] = shard
       if DEBUG >= 2: print(f"streaming: mapped {'part of ' if shard.partial else ''}shard {n} of {store.where}, {shard.samples} samples")
     with self._lock:
+      if any(store.limited for store, _, _ in wants):  # what was evicted takes its disk until it is no longer mapped
+        for n in list(self._mapped):
+          store, i = self._at(n)
+          if store.limited and not store.has(i): del self._mapped[n]
       self._mapped.update({numbers[i]: s for i, s in zip(missing, opened) if not s.partial})
       while len(self._mapped) > MAX_MAPPED: self._mapped.popitem(last=False)
       self._opening += time.perf_counter_ns() - start
     return found
 
+  def _at(self, number:int) -> tuple[Store, int]:
+    """The store of a shard, and its number there."""
+    stream = bisect.bisect_right(self.first_shard, number) - 1
+    return self.stores[stream], number - self.first_shard[stream]
+
   def counts(self) -> list[int]:
-    """fetched_bytes, fetched_shards, hits and evicted of all stores, and the nanoseconds spent in opening shards, of this process."""
-    per = [s.stats() for s in self.stores]
+    """fetched_bytes, fetched_shards, hits and evicted of all that is cached, and the nanoseconds spent in opening shards, of this process."""
+    per = [s.stats() for s in self.stores if s.place is None]
     return [sum(p[k] for p in per) for k in ("fetched_bytes", "fetched_shards", "hits", "evicted")] + [self._opening]
 
   def __getitem__(self, at:Any) -> Any:

@@ -142,7 +142,7 @@ class Follower:
       then[1:3] += length
       shard, lo, hi, count = np.concatenate([self.pieces(epoch), then], axis=1)
       store = np.searchsorted(self.ds.first_shard, shard, "right") - 1
-      self.fetcher.feed(store, shard - np.array(self.ds.first_shard)[store], lo, hi, count)
+      self.fetcher.feed(store, shard - np.array(self.ds.first_shard)[store], lo, hi, count, position)
       self.epoch = epoch
     self.fetcher.advance(position)
   def pieces(self, epoch:int) -> np.ndarray:

@@ -46,12 +46,37 @@ class _Pace:
     if self.got >= SLOW * self.timeout: self.start, self.got = time.monotonic(), 0
     elif time.monotonic() - self.start > self.timeout: raise _Again(f"stalled: {self.got} bytes in {self.timeout:g} s", pressed=True)
 
+_mine, _sockets = threading.local(), weakref.WeakKeyDictionary()    # this thread's session; all connections, by the thread that uses them
+
+def session():
+  """The requests session of this thread of this process, which keeps connections alive for all remotes."""
+  import requests
+  if getattr(_mine, "pid", None) != os.getpid():
+    _mine.pid, _mine.session = os.getpid(), requests.Session()
+    class Adapter(requests.adapters.HTTPAdapter):
+      def get_connection_with_tls_context(self, *args, **kwargs):
+        pool = super().get_connection_with_tls_context(*args, **kwargs)
+        if isinstance(make := pool.ConnectionCls, type):
+          def connect(**kw):
+            _sockets[conn := make(**kw)] = threading.get_ident()
+            return conn
+          pool.ConnectionCls = connect
+        return pool
+    for scheme in ("http://", "https://"): _mine.session.mount(scheme, Adapter())
+  return _mine.session
+
+def cancel(threads:set[int]) -> None:
+  """End the HTTP transfers of these threads (by ident) at once; each then fails as if the server had hung up."""
+  for conn, ident in list(_sockets.items()):
+    if ident in threads and (sock := conn.sock) is not None:
+      with contextlib.suppress(OSError): sock.shutdown(socket.SHUT_RDWR)
+
 class Remote:
   """A place that holds named files: a folder (path or file://), http(s)://, or any URL that fsspec knows.
 
   `retry` is the number of attempts after the first, for what may heal: 5xx, 429, resets, short bodies, a failed check. `timeout` is the
   seconds after which an attempt that has stalled (under 1,024 bytes a second) is given up. `headers` and `auth` go to requests,
-  `storage_options` to fsspec. Picklable; sessions belong to one thread of one process."""
+  `storage_options` to fsspec. Picklable."""
   def __init__(self, url:str|os.PathLike, *, retry:int=2, timeout:float=60, headers:dict[str, str]|None=None, auth:Any=None,
                storage_options:dict[str, Any]|None=None):
     self.url, self.retry, self.timeout, self.headers, self.auth, self.storage_options = os.fspath(url), retry, timeout, headers, auth, storage_options
@@ -61,40 +86,13 @@ class Remote:
     self.where = redact(self.url)
     self.identity = " at ".join([self.where, *(redact(x) for x in _leaves(storage_options) if "://" in x)])    # with the endpoint of an object store
     self.pressure = 0          # how often the server was asked for too much
-    self._thread, self._sockets = threading.local(), weakref.WeakKeyDictionary()
   def __repr__(self) -> str: return f"Remote({self.where!r})"
-  def __getstate__(self) -> dict: return {k: v for k, v in self.__dict__.items() if k not in ("_thread", "_sockets")}
-  def __setstate__(self, state:dict): self.__dict__.update(state, _thread=threading.local(), _sockets=weakref.WeakKeyDictionary())
 
   def at(self, name:str) -> str: return f"{self.where.rstrip('/')}/{name}" if name else self.where
   def path(self, name:str) -> str: return os.path.join(os.path.expanduser(self.url), name)
   def _url(self, name:str) -> str:
     u = urlsplit(self.url)
     return urlunsplit(u._replace(path=u.path.rstrip("/") + "/" + quote(name)))
-  def _session(self):
-    import requests
-    if getattr(self._thread, "pid", None) != os.getpid():
-      self._thread.pid, self._thread.session, sockets = os.getpid(), (session := requests.Session()), self._sockets
-      class Adapter(requests.adapters.HTTPAdapter):                 # keeps the connections in sight, for cancel()
-        def get_connection_with_tls_context(self, *args, **kwargs):
-          pool = super().get_connection_with_tls_context(*args, **kwargs)
-          if isinstance(make := pool.ConnectionCls, type):
-            def connect(**kw):
-              sockets[conn := make(**kw)] = threading.get_ident()
-              return conn
-            pool.ConnectionCls = connect
-          return pool
-      for scheme in ("http://", "https://"): session.mount(scheme, Adapter())
-      session.headers.update(self.headers or {})
-      session.auth = self.auth
-    return self._thread.session
-
-  def cancel(self, threads:set[int]) -> None:
-    """End the transfers of these threads (by ident) at once; each then fails as if the server had hung up."""
-    for conn, ident in list(self._sockets.items()):
-      if ident in threads and (sock := conn.sock) is not None:
-        with contextlib.suppress(OSError): sock.shutdown(socket.SHUT_RDWR)
-
   def _scrub(self, text:str) -> str:
     for s in _leaves([self.headers, self.auth if isinstance(self.auth, tuple) else None, self.storage_options]):
       if len(s) > 2: text = text.replace(s, "***")
@@ -156,7 +154,8 @@ class Remote:
     from urllib3.exceptions import HTTPError
     try:
       timeout = (min(10, self.timeout), self.timeout)
-      with self._session().request(verb, self._url(name), timeout=timeout, allow_redirects=True, **kwargs) as r:
+      headers = {**(self.headers or {}), **kwargs.pop("headers", {})}
+      with session().request(verb, self._url(name), timeout=timeout, headers=headers, auth=self.auth, allow_redirects=True, **kwargs) as r:
         self._status(r, verb, name)
         yield r
     except (RequestException, HTTPError) as e: raise self._network(e) from None

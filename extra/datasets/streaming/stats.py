@@ -94,7 +94,6 @@ class Stats:
         self.wfile.write(text.encode())
       def log_message(self, *args): pass
     server = http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler)
-    server.daemon_threads = False  # then server_close waits for who is being answered
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.1}, name="streaming-stats", daemon=True)
     thread.start()
     def stop():
