@@ -12,6 +12,6 @@ setup(
   install_requires=["tinygrad>=0.14", "numpy", "requests>=2.32", "urllib3>=2.2"],
   extras_require={
     "codecs": codecs, "hash": hashes, "cloud": cloud, "images": images, "parquet": parquet,
-    "test": ["pytest", "pytest-timeout", "hypothesis", "ruff", "moto[server]", *codecs, *hashes, *cloud, *images, *parquet],
+    "test": ["pytest", "pytest-timeout", "hypothesis", "ruff", "moto[server]", "zstandard", *codecs, *hashes, *cloud, *images, *parquet],
   },
 )

@@ -3,8 +3,9 @@ import signal, struct, subprocess, sys, tempfile, tracemalloc, unittest
 from unittest import mock
 import numpy as np
 from hypothesis import assume, example, given, settings, strategies as st
-from extra.datasets.streaming import format as fmt
-from extra.datasets.streaming.format import FormatError, Index, JSONWriter, MDSWriter, Schema, Shard, XSVWriter, encoding, merge_index
+from extra.datasets.streaming import format as fmt, write as wr
+from extra.datasets.streaming.format import FormatError, Index, Schema, Shard, encoding
+from extra.datasets.streaming.write import JSONWriter, MDSWriter, XSVWriter, merge_index
 from helpers import TempDirTestCase
 from servers import Fault, Server
 
@@ -701,7 +702,7 @@ class TestWriter(TempDirTestCase):
     columns = {"x": "ndarray:int16:2,3", "y": "float32", "z": "int", "q": "bfloat16"}
     for limit in (300, 1000, "64mb", None):
       for block in (1 << 20, 64, 8):
-        with mock.patch.object(fmt, "BLOCK", block):
+        with mock.patch.object(wr, "BLOCK", block):
           with MDSWriter(self.path("rows"), columns, size_limit=limit, exist_ok=True) as w:
             for i in range(100): w.write({"x": x[i], "y": y[i], "z": i, "q": y[i]})
           with MDSWriter(self.path("batch"), columns, size_limit=limit, exist_ok=True) as w:
@@ -725,7 +726,7 @@ class TestWriter(TempDirTestCase):
       for compression in (None, "gz:1"):
         files:list[dict] = []
         for block in (1 << 22, 1000, 5000, 9001):
-          with mock.patch.object(fmt, "BLOCK", block):
+          with mock.patch.object(wr, "BLOCK", block):
             options = {"size_limit": limit, "compression": compression, "exist_ok": True}
             with MDSWriter(self.path("fixed"), {"x": "ndarray:uint8:1001"}, **options) as w: w.write_batch({"x": x})
             with MDSWriter(self.path("mixed"), {"x": "ndarray:uint8:1001", "b": "bytes"}, **options) as w: w.write_batch({"x": x, "b": b})
@@ -738,7 +739,7 @@ class TestWriter(TempDirTestCase):
 
   @given(st.lists(st.binary(max_size=40), max_size=30), st.integers(150, 400), st.sampled_from([16, 64, 1 << 20]))
   def test_limits(self, values, limit, block):
-    with tempfile.TemporaryDirectory() as d, mock.patch.object(fmt, "BLOCK", block):
+    with tempfile.TemporaryDirectory() as d, mock.patch.object(wr, "BLOCK", block):
       with MDSWriter(d, {"b": "bytes"}, size_limit=limit) as w:
         for v in values: w.write({"b": v})
       shards = open_shards(d)
@@ -753,7 +754,7 @@ class TestWriter(TempDirTestCase):
       self.assertFalse([n for n in os.listdir(d) if not n.startswith("shard.") and n != "index.json"])
 
   def test_no_limit_stays_below_4_gib(self):
-    with mock.patch.object(fmt, "CAP", 2000):
+    with mock.patch.object(wr, "CAP", 2000):
       for name, cls, columns in (("m", MDSWriter, {"t": "str", "n": "uint8"}), ("j", JSONWriter, {"t": "str"}), ("x", XSVWriter, {"t": "str"})):
         with cls(self.path(name), columns, size_limit=None) as w:
           for i in range(100): w.write({"t": "x" * 50, "n": i})
@@ -768,7 +769,7 @@ class TestWriter(TempDirTestCase):
 
   def test_sizes(self):
     for size, want in ((None, None), (5, 5), ("100kb", 102400), ("1.5 MB", 3 << 19), ("64mb", 1 << 26), ("2GiB", 1 << 31), ("17", 17), ("3k", 3072)):
-      self.assertEqual(fmt.parse_size(size), want)
+      self.assertEqual(wr.parse_size(size), want)
     for bad in (0, -1, 1 << 32, "4gb", "x", "", "-1kb", 1.5, True, "0kb"):
       with self.subTest(bad), self.assertRaisesRegex(ValueError, "size limit"): MDSWriter(self.path("d"), {"x": "int"}, size_limit=bad)
 
@@ -853,11 +854,11 @@ class TestWriter(TempDirTestCase):
     with MDSWriter(self.path("d"), {"x": "int"}) as w: w.write({"x": 1})
 
   def test_failure_in_a_thread(self):
-    real = fmt._Writer._store
+    real = wr._Writer._store
     def fail(self, entry, part, name, *args):
       if "00003" in name: raise OSError(28, "No space left on device", name)
       return real(self, entry, part, name, *args)
-    with mock.patch.object(fmt._Writer, "_store", fail):
+    with mock.patch.object(wr._Writer, "_store", fail):
       w = MDSWriter(self.path("d"), {"x": "int"}, size_limit=250)
       with self.assertRaisesRegex(OSError, "No space left.*shard.00003"):
         for i in range(100): w.write({"x": i})
@@ -869,7 +870,7 @@ class TestWriter(TempDirTestCase):
     class Full(io.FileIO):
       def write(self, b): raise OSError(28, "No space left on device", self.name)
     w = MDSWriter(self.path("d"), {"b": "bytes"})
-    with mock.patch.object(fmt, "BLOCK", 5000), mock.patch.object(fmt, "open", lambda p, mode: Full(p, mode), create=True):
+    with mock.patch.object(wr, "BLOCK", 5000), mock.patch.object(wr, "open", lambda p, mode: Full(p, mode), create=True):
       w._start()
       with self.assertRaisesRegex(OSError, "No space left"):
         for _ in range(100): w.write({"b": bytes(1000)})
@@ -884,7 +885,7 @@ class TestWriter(TempDirTestCase):
     self.assertEqual(os.listdir(self.path("d")), [])
 
   def test_sigkill_leaves_no_index(self):
-    code = ("import os, signal, sys\nfrom extra.datasets.streaming.format import MDSWriter\n"
+    code = ("import os, signal, sys\nfrom extra.datasets.streaming.write import MDSWriter\n"
             "w = MDSWriter(sys.argv[1], {'x': 'int'}, size_limit=250)\n"
             "for i in range(100): w.write({'x': i})\nos.kill(os.getpid(), signal.SIGKILL)")
     p = subprocess.run([sys.executable, "-c", code, self.path("d")], cwd=ROOT, timeout=60)
@@ -1026,6 +1027,6 @@ class TestMerge(TempDirTestCase):
 
   def test_natural_order(self):
     names = ["10", "2", "1/b10", "1/b9", "a", "a2", "a10", "", "02"]
-    self.assertEqual(sorted(names, key=fmt.natural), ["", "1/b9", "1/b10", "02", "2", "10", "a", "a2", "a10"])
+    self.assertEqual(sorted(names, key=wr.natural), ["", "1/b9", "1/b10", "02", "2", "10", "a", "a2", "a10"])
 
 if __name__ == "__main__": unittest.main()

@@ -2,7 +2,7 @@ import contextlib, io, json, os, shutil, subprocess, sys, unittest
 from unittest import mock
 import numpy as np
 from extra.datasets.streaming import info
-from extra.datasets.streaming.format import JSONWriter, MDSWriter, XSVWriter, merge_index
+from extra.datasets.streaming.write import JSONWriter, MDSWriter, XSVWriter, merge_index
 from helpers import ROOT, TempDirTestCase
 from servers import Fault, Server
 

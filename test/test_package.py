@@ -7,7 +7,7 @@ if "tinygrad first" in sys.argv:
   import extra.datasets.imagenet as i
   assert i.MARK == "tinygrad's"
 import extra.datasets.streaming as s
-from extra.datasets.streaming.format import MDSWriter
+from extra.datasets.streaming.write import MDSWriter
 assert "tinygrad" not in sys.modules and "torch" not in sys.modules and "requests" not in sys.modules, "imported too early"
 if "merged" in sys.argv:
   from extra.datasets import fetch_mnist

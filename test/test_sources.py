@@ -3,7 +3,7 @@ from pathlib import Path
 from unittest import mock
 import numpy as np
 from extra.datasets.streaming.convert import ConvertError, convert
-from extra.datasets.streaming.format import JSONWriter, MDSWriter
+from extra.datasets.streaming.write import JSONWriter, MDSWriter
 from extra.datasets.streaming.sources import Options, kind_of, lines, plan
 from extra.datasets.streaming.tokens import gpt2_tokenizer, pack
 from test_convert import ConvertCase, columns, png, rows, write_idx

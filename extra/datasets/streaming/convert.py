@@ -10,7 +10,8 @@ from multiprocessing import connection
 from typing import Any, Callable, Iterator
 import numpy as np
 from . import sources
-from .format import Index, MDSWriter, encoding, merge_index, parse_size, write_atomic
+from .format import Index, encoding
+from .write import MDSWriter, merge_index, parse_size, write_atomic
 from .pool import Child, dump, load, pack_error, unpack_error
 from .remote import Remote, redact
 from .shuffle import hash64

@@ -4,8 +4,8 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Iterator
 import numpy as np
-from .format import (CAP, INDEXES, SHARD_NAME, TEXT, File, FormatError, Index, Schema, Shard, decompress, digests, encoding, natural, verify,
-                     write_atomic)
+from .format import CAP, INDEXES, TEXT, File, FormatError, Index, Schema, Shard, decompress, digests, encoding, verify
+from .write import SHARD_NAME, natural, write_atomic
 from .remote import Remote
 
 SHARDS, ROWS = 8, 4096  # how many, evenly spread, the sizes of columns are measured on; one shard where it must be fetched first
