@@ -1,4 +1,4 @@
-# trains a small ResNet-like net on CIFAR-10, as hlb_cifar10 does, with its augmentations in the loader's workers, a whole batch at a time
+# trains a small net on CIFAR-10 with hlb_cifar10's augmentations, done in the loader's workers on a whole batch at a time
 # CIFAR=/path/to/cifar-10-batches-bin (or cifar-10-binary.tar.gz) trains on the real images, else handwritten digits stand in for them
 import os, signal
 import numpy as np
@@ -44,7 +44,8 @@ def augment(batch:dict, rng:np.random.Generator) -> dict:
 if __name__ == "__main__":
   if not REMOTE:
     REMOTE = f"{FOLDER}/data"
-    if not os.path.exists(f"{REMOTE}/train/index.json"): convert(SOURCE, REMOTE, kind="cifar" if CIFAR else None, val=0 if CIFAR else 1/6, shuffle_seed=1)
+    if not os.path.exists(f"{REMOTE}/train/index.json"):
+      convert(SOURCE, REMOTE, kind="cifar" if CIFAR else "npz", val=0 if CIFAR else 1/6, shuffle_seed=1)
   train = StreamingDataset(REMOTE, f"{FOLDER}/cache/train", split="train", shuffle=True, shuffle_seed=1)
   test = StreamingDataset(REMOTE, f"{FOLDER}/cache/test", split="test" if CIFAR else "val")
   test_batch = test.gather(range(min(len(test), getenv("TEST", 2000))))

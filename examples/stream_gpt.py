@@ -1,4 +1,4 @@
-# trains a small GPT on Python's own sources: convert text to rows of tokens -> stream them through a cache -> train -> (kill -9) -> resume, bit for bit
+# trains a small GPT on Python's own sources: text -> rows of tokens -> stream them through a cache -> train -> (kill -9) -> resume, bit for bit
 import os, signal, sysconfig, time
 from tinygrad import Context, Tensor, TinyJit, nn
 from tinygrad.helpers import getenv, tqdm
