@@ -100,7 +100,8 @@ class TestBatches(LoaderTestCase):
 
   def test_a_lane_a_machine(self):
     self.ds = StreamingDataset(self.path("d"), shuffle=True)
-    for world, lanes in ((World(), 1), (World(3, 8, 1, 2), 4)): self.assertEqual(self.loader(8, world=world).state_dict()["num_canonical_nodes"], lanes)
+    for world, lanes in ((World(), 1), (World(3, 8, 1, 2), 4)):
+      self.assertEqual(self.loader(8, world=world).state_dict()["num_canonical_nodes"], lanes)
     self.assertEqual(StreamingDataLoader(StreamingDataset(self.path("d")), 8, world=World(3, 8, 1, 2)).state_dict()["num_canonical_nodes"], 1)
 
   def test_tuples(self):

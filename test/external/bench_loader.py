@@ -69,11 +69,10 @@ def bench_loader(folder:str, tensors:bool):
             run(dl)
             rate = len(dl) * batch / min(run(dl) for _ in range(3))
           zero = zero or rate
-          if out and workers == 0:
-            alone = batch / from_blob_alone(batch, size)
-            line(f"{name}, batch {batch}, Tensors, {workers} workers", rate, alone, "samples/s", "from_blob alone")
-          else: line(f"{name}, batch {batch}, {'Tensors' if out else 'numpy'}, {workers} workers", rate, copy / size if workers == 0 else zero, "samples/s",
-                     "memcpy" if workers == 0 else "0 workers")
+          if workers: limit, limit_name = zero, "0 workers"
+          elif out: limit, limit_name = batch / from_blob_alone(batch, size), "from_blob alone"
+          else: limit, limit_name = copy / size, "memcpy"
+          line(f"{name}, batch {batch}, {'Tensors' if out else 'numpy'}, {workers} workers", rate, limit, "samples/s", limit_name)
 
 def from_blob_alone(batch:int, size:int) -> float:
   from tinygrad import Tensor, dtypes
