@@ -266,6 +266,8 @@ class StreamingDataLoader:
 
   def _start(self):
     work = Work(self.ds, self.columns, *self._user, self.mix.seed, self.pad_last)
+    if self.method == "forkserver":  # it imports once for all processes to come, if it does not run yet
+      multiprocessing.set_forkserver_preload([__name__, *(["requests"] if any(s.remote.kind == "http" for s in self.ds.stores) else [])])
     try: self._engine = Engine(work, self.num_workers, self.method, self.timeout, self._slot_size())
     except (pickle.PicklingError, AttributeError, TypeError) as e:
       for name, fn in zip(("transform", "batch_transform", "collate"), self._user):

@@ -1,5 +1,5 @@
 """What a loader did, in numbers: counted as it goes, read by `stats()`, printed by DEBUG=1 and served as Prometheus text."""
-import contextlib, http.server, threading, time, weakref
+import contextlib, threading, time, weakref
 from typing import Any
 import numpy as np
 from .dataset import DEBUG
@@ -82,6 +82,7 @@ class Stats:
 
   def serve(self, port:int) -> str:
     """Serve the numbers on 127.0.0.1 until the loader is gone. Returns the URL."""
+    import http.server
     me = weakref.ref(self)
     class Handler(http.server.BaseHTTPRequestHandler):
       timeout = 5
