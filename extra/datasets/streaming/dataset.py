@@ -131,6 +131,7 @@ class StreamingDataset:
     # a worker opens the index from its folder: what travels is small however many shards there are
     state = {k: v for k, v in self.__dict__.items() if k not in ("stores", "first_shard", "encodings", "_mapped", "_lock", "_mix", "_opening")}
     return state | {"offsets": (len(self.offsets), len(self))}
+  def reopen(self): self.__setstate__(self.__getstate__())
   def __setstate__(self, state:dict):
     self.__dict__.update(state)
     self._open()

@@ -39,6 +39,7 @@ class Work:
     self.columns, self.read = columns, columns if self.plain else None
 
   def counts(self) -> list[int]: return self.ds.counts()
+  def reopen(self): self.ds.reopen()
 
   def __call__(self, job:Job, mem:np.ndarray) -> tuple[list[tuple], list[tuple[int, str]]]:
     carve, bad = Carver(mem), []

@@ -37,7 +37,9 @@ class Ring:
       if len((slot := self.free.pop()).mem) >= nbytes: return slot
       self.drop(slot)
     nbytes = -(-max(nbytes, 1) // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
-    try: os.posix_fallocate(self.fd, self.end, nbytes)  # a page that the machine does not have would be a SIGBUS later
+    try:
+      if hasattr(os, "posix_fallocate"): os.posix_fallocate(self.fd, self.end, nbytes)  # a page that there is not would be a SIGBUS later
+      else: os.ftruncate(self.fd, self.end + nbytes)
     except OSError as e: raise MemoryError(f"no memory for a batch of {nbytes} bytes, {self.nbytes} are in use: {e.strerror}") from e
     slot = Slot(self.end, map_fd(self.fd, nbytes, self.end, write=True))
     self.end, self.nbytes = self.end + nbytes, self.nbytes + nbytes
@@ -130,9 +132,9 @@ class Child:
   def hang_up(self):
     Child.ends.discard(self.conn)
     self.conn.close()
-  def close(self):
+  def close(self, wait_s:float=0.5):
     self.hang_up()
-    self.process.join(0.5)  # one that is idle sees the pipe close
+    self.process.join(wait_s)  # one that is idle sees the pipe close
     self.process.kill()
     self.process.join()
     self.process.close()
@@ -152,7 +154,12 @@ def child_main(conn, ends:tuple, target:Callable, payload:Any, *args):
 def dump(payload:Any, method:str) -> Any:
   """What Child takes as payload: pickled here, so that what cannot be pickled is told before a process is started."""
   return payload if method == "fork" else pickle.dumps(payload)
-def load(payload:Any) -> Any: return pickle.loads(payload) if isinstance(payload, bytes) else payload
+def load(payload:Any) -> Any:
+  """The payload, in the child. What fork copied has its locks as they were, perhaps held: `reopen` makes them anew."""
+  if isinstance(payload, bytes): return pickle.loads(payload)
+  for x in payload if isinstance(payload, tuple) else (payload,):
+    if hasattr(x, "reopen"): x.reopen()
+  return payload
 
 # *** workers ***
 
@@ -184,7 +191,7 @@ class ThreadWorker:
       stack = "".join(traceback.format_stack(sys._current_frames().get(self.thread.ident)))
       raise TimeoutError(f"the loader's thread has been at a batch for {timeout} s:\n{stack}") from None
   def hang_up(self): self.inbox.put(None)
-  def close(self):
+  def close(self, wait_s:float=0.5):
     self.hang_up()
     if self.thread is not threading.current_thread(): self.thread.join(5)
 
@@ -239,8 +246,8 @@ class ProcessWorker:
     while select.select([self.stacks], [], [], 0.5)[0] and (more := os.read(self.stacks.fileno(), 1 << 16)): out += more
     return f"loader worker {self.child.process.pid} has been at {self.about()} for {timeout} s:\n{out.decode(errors='replace')}"
   def hang_up(self): self.child.hang_up()
-  def close(self):
-    self.child.close()
+  def close(self, wait_s:float=0.5):
+    self.child.close(wait_s)
     self.stacks.close()
 
 class Engine:
@@ -260,7 +267,8 @@ class Engine:
   @staticmethod
   def _close(workers:list):
     for w in workers: w.hang_up()
-    for w in workers: w.close()
+    deadline = time.monotonic() + 0.5
+    for w in workers: w.close(max(0, deadline - time.monotonic()))
 
   def submit(self, job:Any):
     slot = self.ring.take(self.nbytes)
