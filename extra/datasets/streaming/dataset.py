@@ -11,6 +11,7 @@ from .shuffle import hash64
 
 DEBUG = int(os.environ.get("DEBUG", "0") or 0)
 MAX_MAPPED = 1024   # shards kept mapped at once; a mapping holds no descriptor
+PART = 1 << 20      # bytes of a shard from which on a part of it may be fetched: a smaller one comes as quickly whole
 ORIGIN = ("_stream", "_shard", "_index", "_position")
 SMALL = 1 << 15     # bytes of a value up to which one vectorised copy of all rows is quicker than a memmove a row
 
@@ -155,7 +156,8 @@ class StreamingDataset:
         if s is not None: self._mapped.move_to_end(n)
     if all(found): return found
     start, missing = time.perf_counter_ns(), [i for i, s in enumerate(found) if s is None]
-    wants = [(*self._at(numbers[i]), rows(i) if rows is not None else None) for i in missing]
+    wants = [(store, n, rows(i) if rows is not None and store.index.raw_size[n] >= PART else None) for i in missing
+             for store, n in [self._at(numbers[i])]]
     opened = open_shards(wants, urgent=urgent)
     for i, (store, n, _), shard in zip(missing, wants, opened):
       found[i] = shard

@@ -279,12 +279,11 @@ class StreamingDataLoader:
       raise
     self._coming, self._handed = collections.deque(), collections.deque()
     self._schedule = schedule(self.mix, self.epoch, self.sample, self.batch_size, self.rank, self.ranks, self.drop_last,
-                              self.rows if self.pad_last else None, self.depth)
+                              self.rows if self.pad_last else None, cold=1)
     if any(store.place is None for store in self.ds.stores):
       share = (self.batch_size, self.rank, self.ranks)
       if self.num_workers: self._ahead = RemoteFollower(self.method, self._engine, self.ds, (self.mix.lanes, self.mix.seed), self.mix.unit, share)
-      else: self._ahead = Follower(self.ds, self.mix, *share)
-      self._ahead.go(self.epoch, self.sample)
+      else: self._ahead = Follower(self.ds, self.mix, *share)  # both start after the first batch, which gets by with parts of shards
 
   def _slot_size(self) -> int:
     sizes = [e.size or 64 for e in (self.ds.encodings[c] for c in self.columns or self.ds.encodings if c in self.ds.encodings)]
