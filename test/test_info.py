@@ -1,7 +1,7 @@
 import contextlib, io, json, os, shutil, subprocess, sys, unittest
 from unittest import mock
 import numpy as np
-from extra.datasets.streaming import info
+from extra.datasets.streaming import StreamingDataLoader, StreamingDataset, World, info
 from extra.datasets.streaming.write import JSONWriter, MDSWriter, XSVWriter, merge_index
 from helpers import ROOT, TempDirTestCase
 from servers import Fault, Server
@@ -42,6 +42,28 @@ class TestInfo(TempDirTestCase):
     got = json.loads(out)
     self.assertEqual((rc, got["samples"], got["columns"]["n"], got["bad"], got["head"][1]),
                      (0, 50, {"encodings": ["int"], "size": 8}, [], {"n": "1", "t": "'t'", "x": "uint8[2, 3] 1 1 1 1 1 1"}))
+
+  def test_order(self):
+    folder = self.make(n=50)
+    for shuffle, seed, lanes in (("py1e", 7, 2), ("none", 9176, 1)):
+      ds = StreamingDataset(folder, shuffle=shuffle != "none", shuffle_seed=seed, shuffle_block_size=30, num_canonical_nodes=lanes)
+      for rank in range(2):
+        with StreamingDataLoader(ds, 12, world=World(rank, 2), tensors=False, drop_last=False) as dl:
+          list(dl)
+          want = [b["n"].tolist() for b in dl]
+        args = (folder, "--order", "--shuffle", shuffle, "--seed", str(seed), "--block", "30", "--canonical-nodes", str(lanes), "--world", "2",
+                "--rank", str(rank), "--batch-size", "12", "--epoch", "1", "--batches")
+        rc, out, err = run(*args, "1:5")
+        self.assertEqual((rc, err), (0, ""))
+        self.assertEqual([list(map(int, line.split(":")[1].split())) for line in out.splitlines()], want[1:])
+        self.assertEqual(out.splitlines()[-1].split(":")[0], "batch 4, positions 48 to 50")
+        got = json.loads(run(*args, "2", "--json")[1])
+        self.assertEqual((got["batches"], got["shuffle_seed"]), ([{"batch": 2, "positions": [24, 36], "ids": want[2]}], seed))
+    for bad, why in ((("--batches", "3:6"), "an epoch has 5 batches of 12"), (("--batches", "x"), "0:4"), (("--rank", "2"), "rank 2"),
+                     (("--batch-size", "0"), "at least 1"), (("--shuffle", "x"), "shuffle_algo")):
+      rc, out, err = run(*args, "0:1", *bad)
+      self.assertEqual((rc, out), (1, ""))
+      self.assertIn(why, err)
 
   def test_head(self):
     im = np.zeros((5, 4, 3), np.uint8)

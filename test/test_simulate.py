@@ -168,7 +168,7 @@ class TestCommand(TempDirTestCase):
       rc, out, err = command(*small, *args)
       self.assertEqual((rc, out), (1, ""))
       self.assertIn(why, err)
-    for args in (("--nodes", "0"), ("--step-time", "0"), ("--bandwidth", "x"), ("--epochs", "1,"), ("--cache-limit", "10%free")):
+    for args in (("--nodes", "0"), ("--step-time", "0"), ("--bandwidth", "x"), ("--epochs", "1,"), ("--cache-limit", "10%free"), ("--shards", "1,2")):
       err = io.StringIO()
       with self.assertRaises(SystemExit), contextlib.redirect_stderr(err): simulate.main([*small, *args])
       self.assertIn(f"argument {args[0]}: ", err.getvalue())

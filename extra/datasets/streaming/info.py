@@ -1,11 +1,12 @@
 """What is in a dataset, and is it whole: python -m extra.datasets.streaming.info PATH_OR_URL"""
-import argparse, json, os, sys, tempfile
+import argparse, itertools, json, os, re, sys, tempfile
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Iterator
 import numpy as np
 from .format import CAP, INDEXES, TEXT, File, FormatError, Index, Schema, Shard, decompress, digests, encoding, verify
 from .write import SHARD_NAME, natural, write_atomic
+from .mix import Mix, Source, Stream
 from .remote import Remote
 
 SHARDS, ROWS = 8, 4096  # how many, evenly spread, the sizes of columns are measured on; one shard where it must be fetched first
@@ -154,12 +155,34 @@ def entry_of(folder:str, stem:str, names:list[str]) -> dict:
     return entry | {"samples": n} | {key: None if f is None else {"basename": os.path.join(under, f[0]), "bytes": os.path.getsize(f[1]),
                                                                   "hashes": digests(entry["hashes"], f[1])} for key, f in files.items()}
 
+def order(samples:np.ndarray, shuffle:str, seed:int, block:int|None, lanes:int) -> Mix:
+  """The order of a dataset alone, int64[S] samples a shard. `shuffle` is an algorithm or "none"."""
+  how = {} if shuffle == "none" else {"shuffle": True, "algo": shuffle}
+  return Mix([Source("data", samples, Stream("data"))], seed=seed, block=block, lanes=lanes, **how)
+
+def ids(mix:Mix, epoch:int, size:int, world:int, rank:int, span:str) -> list[dict[str, Any]]:
+  """The ids that a loader hands a rank in the batches `span`, "first:stop" or one number."""
+  from .loader import schedule
+  from .partition import World, batches
+  World(rank, world)
+  if size < 1: raise ValueError(f"--batch-size {size} must be at least 1")
+  if not (m := re.fullmatch(r"(\d+)(?::(\d+))?", span)): raise ValueError(f"--batches {span!r} is not of the form 0:4")
+  first, stop = int(m[1]), int(m[2] or int(m[1]) + 1)
+  if stop > (n := batches(mix.length(epoch), 0, size, False)): raise ValueError(f"--batches {span}: an epoch has {n} batches of {size}")
+  jobs = itertools.islice(schedule(mix, epoch, first * size, size, rank, world, False, None, 0), max(0, stop - first))
+  return [{"batch": job.start // size, "positions": [job.start, end], "ids": job.ids.tolist()} for _, end, job in jobs]
+
 def main(argv:list[str]|None=None) -> int:
   p = argparse.ArgumentParser(prog="python -m extra.datasets.streaming.info", description=__doc__)
   p.add_argument("path", help="folder or URL of a dataset")
   p.add_argument("--head", type=int, default=0, metavar="N", help="print the first N samples")
   p.add_argument("--verify", action="store_true", help="check sizes, offsets and hashes of every shard; exit 1 naming those that are bad")
   p.add_argument("--rebuild-index", action="store_true", help="first make index.json from the shards that are in the folder")
+  p.add_argument("--order", action="store_true", help="print the ids of the samples of --batches, as a loader with these settings has them:")
+  for name, default, text in (("shuffle", "py1e", "shuffle_algo, or none"), ("seed", 9176, "shuffle_seed"), ("block", None, "shuffle_block_size"),
+                              ("canonical-nodes", 1, "num_canonical_nodes, by default the machines of the run's first start"), ("world", 1, "ranks"),
+                              ("rank", 0, "which of them"), ("batch-size", 1, "samples of a global batch"), ("epoch", 0, ""), ("batches", "0:4", "")):
+    p.add_argument(f"--{name}", type=str if isinstance(default, str) else int, default=default, help=f"{text} (default {default})".strip())
   p.add_argument("--json", action="store_true", help="print JSON")
   args = p.parse_args(argv)
   try:
@@ -167,6 +190,13 @@ def main(argv:list[str]|None=None) -> int:
     if args.rebuild_index and remote.kind != "file": raise ValueError("--rebuild-index needs a folder on this machine")
     left_out, bad = rebuild(os.path.normpath(remote.path(""))) if args.rebuild_index else [], []
     index = read_index(remote)
+    if args.order:
+      mix = order(index.samples, args.shuffle, args.seed, args.block, args.canonical_nodes)
+      rows = ids(mix, args.epoch, args.batch_size, args.world, args.rank, args.batches)
+      if args.json: print(json.dumps(mix.state() | {"batches": rows}))
+      else:
+        for r in rows: print(f"batch {r['batch']}, positions {r['positions'][0]} to {r['positions'][1]}:", *r["ids"])
+      return 0
     if args.verify:
       from tinygrad.helpers import tqdm
       bad = [why for why in tqdm(broken(remote, index), desc="verify", unit=" shards", total=len(index), disable=None) if why]

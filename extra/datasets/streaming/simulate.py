@@ -1,14 +1,15 @@
 """What a run would download, keep and wait for, and how well it shuffles: python -m extra.datasets.streaming.simulate PATH_OR_URL --nodes 4
 
-Options with values separated by commas are swept. The order is the loader's own; time is a model: each machine by itself, with a link of a fixed
-bandwidth that fetches one shard after the other in the order of use, and steps of a fixed length."""
+Options with values separated by commas are swept. The order is the loader's own, and without a cache limit so are the shards and bytes. Time is a
+model: each machine by itself, with a link of a fixed bandwidth that carries one shard after the other in the order of use, and steps of a fixed
+length. A real loader takes some tenths of a second more to start, and under a limit its threads, which fetch side by side, fetch more."""
 import argparse, html, inspect, itertools, math, sys
 from typing import Any, Callable, NamedTuple
 import numpy as np
 from .cache import NEVER, Fetcher, parse_limit
-from .info import human, read_index
+from .info import human, order, read_index
 from .loader import Follower
-from .mix import Mix, Source, Stream, whole
+from .mix import Mix, whole
 from .partition import batches
 from .remote import Remote
 
@@ -40,7 +41,8 @@ class Uses(NamedTuple):
   part: np.ndarray
 
 class Run(NamedTuple):
-  """What a machine did. `series`: float64[batches, 5]: at the start of each step the time, shards and bytes fetched, bytes kept, seconds stalled."""
+  """What a machine did: shards fetched and their bytes, bytes of rows that came before their shards, most bytes kept, batches waited for and for how
+  long, seconds until the first batch. `series`, float64[batches, 5], at the start of each step: time, shards, bytes, bytes kept, seconds waited."""
   shards: int
   bytes: int
   parts: int
@@ -86,12 +88,12 @@ def use(mix:Mix, data:Data, epochs:int, batch:int, nodes:int) -> tuple[list[Uses
   return [_uses(*(np.concatenate(x) for x in zip(*f)), np.array(first), data) for f in found], quality
 
 def _uses(keys:np.ndarray, rows:np.ndarray, first:np.ndarray, data:Data) -> Uses:
-  order = np.argsort(keys)
-  at, shard = np.divmod(keys[order], len(data.samples))
+  by_batch = np.argsort(keys)
+  at, shard = np.divmod(keys[by_batch], len(data.samples))
   by, after, epoch = np.argsort(shard, kind="stable"), np.full(len(keys), NEVER), np.searchsorted(first, at, "right")
   i, j = (by[x][np.diff(shard[by]) == 0] for x in (slice(None, -1), slice(1, None)))   # a pair and the shard's next
   after[i] = np.where(epoch[i] == epoch[j], -i, j)
-  rows, n = rows[order], data.samples[shard]
+  rows, n = rows[by_batch], data.samples[shard]
   alone = data.ranges[shard] & (at < COLD) & (rows > 0) & (2 * rows <= n)
   part = np.where(alone, np.minimum(HEAD + 4 * n + rows * data.raw[shard] // np.maximum(n, 1), data.raw[shard]), 0)
   return Uses(np.searchsorted(at, np.arange(first[-1] + 1)), shard, after, (rows > 0) & ~alone, part)
@@ -172,21 +174,20 @@ def simulate(data:Data, o:dict[str, Any], memo:dict) -> dict[str, Any]:
     if k not in memo: memo[k] = make()
     return memo[k]
   def make() -> tuple[list[Uses], float]:
-    shuffle = {"shuffle": True, "algo": o["shuffle"]} if o["shuffle"] != "none" else {}
-    lanes = o["canonical_nodes"] or (o["nodes"] if shuffle else 1)
-    mix = Mix([Source("data", data.samples, Stream("data"))], seed=o["seed"], block=o["block"], lanes=lanes, **shuffle)
+    lanes = o["canonical_nodes"] or (o["nodes"] if o["shuffle"] != "none" else 1)
+    mix = order(data.samples, o["shuffle"], o["seed"], o["block"], lanes)
     return use(mix, data, o["epochs"], o["batch_size"], o["nodes"])
   (uses, quality), how = once("use", make), {"step": o["step_time"], "bandwidth": o["bandwidth"], "ranks": o["ranks"]}
   free, best = once("best", lambda: smallest(uses, data, **how), "step_time", "bandwidth", "ranks")
   runs, lru = (free if o["cache_limit"] == NEVER else [run(u, data, limit=o["cache_limit"], lru=x, **how) for u in uses] for x in (False, True))
   return {"runs": runs, "lru": lru, "quality": quality, "best": best, "wait": max(r.stalled for r in free)}
 
-COLUMNS = ("shards", "bytes", "of data", "LRU bytes", "cache high", "stalls", "stalled", "first batch")
+COLUMNS = ("shards", "bytes", "of data", "rows first", "LRU bytes", "cache high", "stalls", "stalled", "first batch")
 def cells(data:Data, runs:list[Run], lru:list[Run]) -> list[str]:
   """What the machine that has most of it has."""
-  shards, moved, high, stalls, stalled, first = (max(getattr(r, k) for r in runs) for k in ("shards", "bytes", "high", "stalls", "stalled", "first"))
-  return [f"{shards:,}", human(moved), f"{moved / max(1, data.wire.sum()):.2f}", human(max(r.bytes for r in lru)), human(high), f"{stalls:,}",
-          f"{stalled:,.1f} s", f"{first:,.2f} s"]
+  shards, moved, parts, high, stalls, stalled, first = (max(x) for x in zip(*(r[:-1] for r in runs)))
+  return [f"{shards:,}", human(moved), f"{moved / max(1, data.wire.sum()):.2f}", human(parts), human(max(r.bytes for r in lru)), human(high),
+          f"{stalls:,}", f"{stalled:,.1f} s", f"{first:,.2f} s"]
 
 def columns(rows:list[list[str]]) -> str:
   wide = [max(map(len, c)) for c in zip(*rows)]
@@ -198,8 +199,6 @@ def advice(names:list[str], results:list[dict[str, Any]]) -> str:
   name = " ".join(x for x in name.split() if not x.startswith("cache-limit"))
   return f"smallest cache with {what}: {human(r['best'])} a machine (--cache-limit {r['best']}{' with ' if name else ''}{name})"
 
-def thin(series:np.ndarray, n:int) -> np.ndarray: return series[np.unique(np.linspace(0, len(series) - 1, n).astype(int))]
-
 def report(data:Data, names:list[str], results:list[dict[str, Any]]) -> list[tuple[str, list[list[str]]]]:
   """Tables, each with a title: the settings, and of one alone its machines and its course."""
   rows = [[n, *cells(data, r["runs"], r["lru"]), f"{r['quality']:.2f}", human(r["best"])] for n, r in zip(names, results)]
@@ -208,7 +207,9 @@ def report(data:Data, names:list[str], results:list[dict[str, Any]]) -> list[tup
   runs, lru = results[0]["runs"], results[0]["lru"]
   if len(runs) > 1:
     tables.append(("by machine", [["machine", *COLUMNS], *([str(i), *cells(data, runs[i:i + 1], lru[i:i + 1])] for i in range(len(runs)))]))
-  course = [[f"{t:,.1f} s", f"{n:,.0f}", human(b), human(c), f"{w:,.1f} s"] for t, n, b, c, w in thin(busiest(runs).series, 9).tolist()]
+  series = busiest(runs).series
+  steps = series[np.unique(np.geomspace(1, len(series), 10).astype(int) - 1)].tolist()
+  course = [[f"{t:,.1f} s", f"{n:,.0f}", human(b), human(c), f"{w:,.1f} s"] for t, n, b, c, w in steps]
   return [*tables, ("over time, by the machine that downloads most", [["time", "shards", "bytes", "in cache", "stalled"], *course])]
 
 def busiest(runs:list[Run]) -> Run: return max(runs, key=lambda r: r.bytes)
@@ -230,11 +231,11 @@ def plot(title:str, lines:list[tuple[str, np.ndarray, np.ndarray]], unit:Callabl
 def page(title:str, tables:list[tuple[str, list[list[str]]]], lines:list[tuple[str, Run]], said:str) -> str:
   def grid(rows:list[list[str]]) -> str:
     return "<table>" + "".join("<tr>" + "".join(f"<td>{html.escape(x)}</td>" for x in r) + "</tr>" for r in rows) + "</table>"
-  points = [(name, thin(r.series, 300)) for name, r in lines]
+  points = [(name, r.series[np.unique(np.linspace(0, len(r.series) - 1, 300).astype(int))]) for name, r in lines]
   kinds = ((2, "downloaded", human), (1, "shards downloaded", "{:,.0f}".format), (3, "in the cache", human), (4, "stalled", "{:,.1f} s".format))
   plots = [plot(t, [(n, s[:, 0], s[:, i]) for n, s in points], unit) for i, t, unit in kinds]
   legend = "".join(f'<li style="color:hsl({i * 137 % 360} 70% 40%)">{html.escape(n)}</li>' for i, (n, _) in enumerate(lines))
-  style = "body{font:14px sans-serif;margin:2em}svg text{font-size:11px}td{padding:.1em .8em;text-align:right;border-bottom:1px solid #ddd}"
+  style = "body{font:14px sans-serif;margin:2em}svg text{font-size:11px}td{padding:.1em .8em;text-align:right}td:first-child{text-align:left}"
   return "\n".join([f'<!doctype html><meta charset="utf-8"><title>{html.escape(title)}</title><style>{style}</style><h1>{html.escape(title)}</h1>',
                     f"<p>{html.escape(said)}</p>", *(f"<h2>{html.escape(t)}</h2>{grid(rows)}" for t, rows in tables),
                     f"<ul>{legend}</ul>", *plots]) + "\n"
@@ -252,16 +253,16 @@ def seconds(x:str) -> float:
   if not 0 < (s := float(x)) < math.inf: raise ValueError(f"{x!r} is not a time")
   return s
 
-def sweep(kind:Callable[[str], Any]) -> Callable[[str], list]:
-  def parse(text:str) -> list:
-    try: return [(x, kind(x)) for x in text.split(",")]
+def values(kind:Callable[[str], Any], many:bool) -> Callable[[str], list[tuple[str, Any]]]:
+  def parse(text:str) -> list[tuple[str, Any]]:
+    try: return [(x, kind(x)) for x in (text.split(",") if many else [text])]
     except ValueError as e: raise argparse.ArgumentTypeError(str(e)) from None
   return parse
 
 MADE_UP = {"shards": (count, "1000", "shards"), "samples": (count, "1000", "samples of a shard"), "bytes": (size, "4096", "bytes of a sample")}
 OPTIONS:dict[str, tuple[Callable[[str], Any], str, str]] = {
   "nodes": (count, "1", "machines"), "ranks": (count, "1", "processes on each machine"), "batch-size": (count, "256", "samples of a global batch"),
-  "canonical-nodes": (lambda x: None if x == "nodes" else count(x), "nodes", "num_canonical_nodes; as many as machines, 1 without shuffle"),
+  "canonical-nodes": (lambda x: None if x == "nodes" else count(x), "nodes", "num_canonical_nodes; nodes is as many as machines, 1 without shuffle"),
   "shuffle": (str, "py1e", "shuffle_algo, or none"), "block": (lambda x: None if x == "default" else count(x), "default", "shuffle_block_size"),
   "seed": (int, "9176", "shuffle_seed"), "cache-limit": (lambda x: NEVER if x == "none" else size(x), "none", "cache_limit of each machine"),
   "step-time": (seconds, "0.1", "seconds of a training step"), "bandwidth": (size, "100mb", "bytes a second into each machine"),
@@ -278,19 +279,18 @@ def main(argv:list[str]|None=None) -> int:
   p.add_argument("path", nargs="?", help="folder or URL of a dataset; without it one is made up of --shards, --samples and --bytes")
   for options, many in ((MADE_UP, False), (OPTIONS, True)):
     for name, (kind, default, text) in options.items():
-      p.add_argument(f"--{name}", type=sweep(kind), default=default, metavar="N,..." if many else "N", help=f"{text} (default {default})")
+      p.add_argument(f"--{name}", type=values(kind, many), default=default, metavar="N,..." if many else "N", help=f"{text} (default {default})")
   p.add_argument("--html", metavar="FILE", help="also write a page with plots")
   args = vars(p.parse_args(argv))
   S, n, each = (args.pop(k)[0][1] for k in MADE_UP)
   try:
     data = read(args["path"]) if args["path"] else Data(np.full(S, n), np.full(S, n * each), np.zeros(S, np.int64), np.ones(S, bool))
     axes, names, results, memo = [args[k.replace("-", "_")] for k in OPTIONS], [], [], {}
-    for values in itertools.product(*axes):
-      names.append(" ".join(f"{k}={text}" for k, axis, (text, _) in zip(OPTIONS, axes, values) if len(axis) > 1))
-      results.append(simulate(data, {k.replace("-", "_"): v for k, (_, v) in zip(OPTIONS, values)}, memo))
-    title = f"{args['path'] or 'made up'}: {data.samples.sum():,} samples in {len(data.samples):,} shards, {human(data.wire.sum())}"
-    tables = report(data, names, results)
-    said = advice(names, results)
+    for point in itertools.product(*axes):
+      names.append(" ".join(f"{k}={text}" for k, axis, (text, _) in zip(OPTIONS, axes, point) if len(axis) > 1))
+      results.append(simulate(data, {k.replace("-", "_"): v for k, (_, v) in zip(OPTIONS, point)}, memo))
+    title = f"{Remote(args['path']).where if args['path'] else 'made up'}: {data.samples.sum():,} samples in {len(data.samples):,} shards, {human(data.wire.sum())}"
+    tables, said = report(data, names, results), advice(names, results)
     print("\n\n".join([title, *(f"{t}\n{columns(rows)}" for t, rows in tables), said]))
     if args["html"]:
       one = [(f"machine {i}", r) for i, r in enumerate(results[0]["runs"])]
