@@ -161,6 +161,15 @@ class TestCommand(TempDirTestCase):
     self.assertIn("a&lt;b", page)
     for x in ("a<b", "http", "src=", "href", "nan"): self.assertNotIn(x, page)
 
+  def test_url(self):
+    write_rows(self.path("d"), 500)
+    with Server(self.path("d")) as server:
+      got = command(server.url.replace("//", "//user:secret@") + "?key=secret", "--batch-size", "10")
+      self.assertEqual({r.path for r in server.requests}, {"/index.json"})
+    self.assertEqual((got[0], got[2]), (0, ""))
+    self.assertEqual(got[1].split(": ", 1)[1], command(self.path("d"), "--batch-size", "10")[1].split(": ", 1)[1])
+    self.assertNotIn("secret", got[1])
+
   def test_what_is_refused(self):
     small = ("--shards", "4", "--samples", "10", "--bytes", "10", "--batch-size", "20")
     for args, why in ((("--shuffle", "best"), "shuffle_algo='best'"), (("--cache-limit", "99"), "the largest shard takes 100"),

@@ -289,7 +289,8 @@ def main(argv:list[str]|None=None) -> int:
     for point in itertools.product(*axes):
       names.append(" ".join(f"{k}={text}" for k, axis, (text, _) in zip(OPTIONS, axes, point) if len(axis) > 1))
       results.append(simulate(data, {k.replace("-", "_"): v for k, (_, v) in zip(OPTIONS, point)}, memo))
-    title = f"{Remote(args['path']).where if args['path'] else 'made up'}: {data.samples.sum():,} samples in {len(data.samples):,} shards, {human(data.wire.sum())}"
+    where = Remote(args["path"]).where if args["path"] else "made up"
+    title = f"{where}: {data.samples.sum():,} samples in {len(data.samples):,} shards, {human(data.wire.sum())}"
     tables, said = report(data, names, results), advice(names, results)
     print("\n\n".join([title, *(f"{t}\n{columns(rows)}" for t, rows in tables), said]))
     if args["html"]:
