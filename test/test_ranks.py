@@ -11,7 +11,7 @@ world = World.detect()
 ds = StreamingDataset(url, f"{folder}/machine{world.rank // 2}", shuffle=True, num_canonical_nodes=2, shuffle_block_size=100)
 with StreamingDataLoader(ds, 20, tensors=False, num_workers=int(workers), drop_last=False) as dl:
   got = [[b["id"].tolist() for b in dl] for _ in range(2)]
-with open(f"{folder}/rank{world.rank}", "w") as f: json.dump([list(vars(world).values()), got, dl.state_dict()], f)
+with open(f"{folder}/rank{world.rank}", "w") as f: json.dump([list(vars(world).values())[:4], got, dl.state_dict()], f)
 """
 
 class TestMpirun(TempDirTestCase):
