@@ -5,7 +5,7 @@ from tinygrad.helpers import getenv, tqdm
 from extra.datasets.streaming import Stream, StreamingDataLoader, StreamingDataset, load_checkpoint, save_checkpoint
 from extra.datasets.streaming.convert import convert
 
-BS, STEPS, WORKERS, EVERY = getenv("BS", 16), getenv("STEPS", 300), getenv("WORKERS", 2), getenv("EVERY", 50)
+BS, STEPS, WORKERS, EVERY = getenv("BS", 32), getenv("STEPS", 200), getenv("WORKERS", 2), getenv("EVERY", 50)
 DIM, LAYERS, HEADS, T = getenv("DIM", 32), getenv("LAYERS", 1), getenv("HEADS", 4), getenv("T", 64)
 MIX = getenv("MIX", 0)  # code and documentation, as two streams whose shares change over the run
 KILL_AT = getenv("KILL_AT", -1)  # die there as by kill -9; run again to go on

@@ -3,7 +3,6 @@
 # stop it, and go on with another number of ranks: the batches are the same ones, and so are the losses, to rounding
 import os, signal
 import numpy as np
-from mpi4py import MPI
 from tinygrad import Context, Tensor, TinyJit, nn
 from tinygrad.helpers import getenv, tqdm
 from extra.datasets.streaming import StreamingDataLoader, StreamingDataset, load_checkpoint, save_checkpoint
@@ -24,6 +23,7 @@ def add_noise(sample:dict, rng:np.random.Generator) -> dict:
   return {"image": sample["image"] + rng.normal(0, 1, sample["image"].shape).astype(np.float32), "label": sample["label"]}
 
 if __name__ == "__main__":
+  from mpi4py import MPI  # here, since workers import this file for add_noise, and they are no ranks
   comm = MPI.COMM_WORLD
   if not REMOTE:
     REMOTE = f"{FOLDER}/data"
