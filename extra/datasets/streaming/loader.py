@@ -1,5 +1,5 @@
 """Batches of a dataset, as Tensors, in order: jobs for the workers, the hand-off and the state of a run."""
-import collections, ctypes, multiprocessing, pickle, select, warnings, weakref
+import collections, ctypes, multiprocessing, pickle, select, time, warnings, weakref
 from typing import Any, Callable, Iterator, NamedTuple
 import numpy as np
 from .cache import Fetcher
@@ -33,8 +33,9 @@ class UserError(RuntimeError):
 
 class Work:
   """All a worker needs to make a batch. Called with a job it returns (columns, bad samples), a column as (name, kind, where it is in the slot)."""
-  def __init__(self, ds:StreamingDataset, columns:tuple[str, ...]|None, transform, batch_transform, collate, seed:int, mask:bool):
+  def __init__(self, ds:StreamingDataset, columns:tuple[str, ...]|None, transform, batch_transform, collate, seed:int, mask:bool, direct:bool):
     self.ds, self.transform, self.batch_transform, self.collate, self.seed, self.mask = ds, transform, batch_transform, collate, seed, mask
+    self.direct = direct   # values are handed over as they are, the slot is not used
     self.plain = transform is None and batch_transform is None and collate is None
     self.columns, self.read = columns, columns if self.plain else None
 
@@ -43,7 +44,7 @@ class Work:
 
   def __call__(self, job:Job, mem:np.ndarray) -> tuple[list[tuple], list[tuple[int, str]]]:
     carve, bad = Carver(mem), []
-    try: batch = self.make(job, carve if self.plain else np.empty)
+    try: batch = self.make(job, None if self.direct else carve if self.plain else np.empty)
     except (ValueError, OSError, UserError):
       if self.ds.on_bad_sample == "raise": raise
       job, bad = self.replace(job)
@@ -106,6 +107,7 @@ class Work:
     return job._replace(ids=ids), bad
 
   def place(self, name:str, v:Any, carve:Carver) -> tuple:
+    if self.direct: return name, "object", v.tolist() if isinstance(v, Ragged) else stack(name, v, np.empty) if isinstance(v, list) else v
     if isinstance(v, Ragged) and v.enc.name not in ("bytes", "str"): v = v.tolist()
     if isinstance(v, Ragged):
       stops, block = carve((len(v.size),), np.int64), carve((int(v.size.sum()),), np.uint8)
@@ -266,10 +268,11 @@ class StreamingDataLoader:
     self.epoch, self.sample, self.start, self._pass = epoch, sample, sample, None
 
   def _start(self):
-    work = Work(self.ds, self.columns, *self._user, self.mix.seed, self.pad_last)
+    direct = self.num_workers == 0 and not self.tensors
+    work = Work(self.ds, self.columns, *self._user, self.mix.seed, self.pad_last, direct)
     if self.method == "forkserver":  # it imports once for all processes to come, if it does not run yet
       multiprocessing.set_forkserver_preload([__name__, *(["requests"] if any(s.remote.kind == "http" for s in self.ds.stores) else [])])
-    try: self._engine = Engine(work, self.num_workers, self.method, self.timeout, self._slot_size())
+    try: self._engine = Engine(work, self.num_workers, self.method, self.timeout, 0 if direct else self._slot_size())
     except (pickle.PicklingError, AttributeError, TypeError) as e:
       for name, fn in zip(("transform", "batch_transform", "collate"), self._user):
         try: pickle.dumps(fn)
@@ -299,9 +302,12 @@ class StreamingDataLoader:
     epoch, sample, job = self._coming[0]
     if job is None: self._handed.append((epoch, sample, None, None))
     else:
-      with self._counts.waiting(): job, slot, (layout, bad) = self._engine.next()
+      start = time.perf_counter()
+      job, slot, (layout, bad) = self._engine.next()
+      got = time.perf_counter()
       if bad: self._counts.bad_samples(bad, self.ds.max_bad, job.real)
-      with self._counts.handing(): self._handed.append((epoch, sample, job.ids[:job.real], self._hand(slot, layout)))
+      self._handed.append((epoch, sample, job.ids[:job.real], self._hand(slot, layout)))
+      self._counts.spent(got - start, time.perf_counter() - got)
     self._coming.popleft()
     self._fill()
 

@@ -90,8 +90,9 @@ def lane_length(E:int, C:int, unit:int=1) -> np.ndarray:
 def rank_slice(start:int, stop:int, C:int, rank:int, ranks:int) -> np.ndarray:
   """The positions of the window [start, stop) that `rank` takes, int64[m]. The window in (lane, entry) order is cut into `ranks` near-equal
   runs, so that the runs joined are the same whatever `ranks` is, and a rank keeps to few lanes."""
+  n = stop - start
+  if C == 1: return np.arange(start + n * rank // ranks, start + n * (rank + 1) // ranks)
   pos = np.arange(start, stop)
-  n = len(pos)
   return pos[np.argsort(lane_order(C)[pos % C], kind="stable")[n * rank // ranks:n * (rank + 1) // ranks]]
 
 def batches(length:int, start:int, batch:int, drop_last:bool) -> int:

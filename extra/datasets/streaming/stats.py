@@ -1,5 +1,5 @@
 """What a loader did, in numbers: counted as it goes, read by `stats()`, printed by DEBUG=1 and served as Prometheus text."""
-import contextlib, threading, time, weakref
+import threading, time, weakref
 from typing import Any
 import numpy as np
 from .dataset import DEBUG
@@ -23,16 +23,7 @@ class Stats:
     self.streams, self.bad, self.past = np.zeros(len(self.names), np.int64), [], np.zeros(len(COUNTED), np.int64)
     self.last, self.epoch_start = None, None
 
-  @contextlib.contextmanager
-  def waiting(self):
-    t = time.perf_counter()
-    try: yield
-    finally: self.wait_s += time.perf_counter() - t
-  @contextlib.contextmanager
-  def handing(self):
-    t = time.perf_counter()
-    try: yield
-    finally: self.hand_s += time.perf_counter() - t
+  def spent(self, waiting:float, handing:float): self.wait_s, self.hand_s = self.wait_s + waiting, self.hand_s + handing
 
   def asked(self, ready:bool):
     now = time.perf_counter()
