@@ -2,7 +2,8 @@
 
 Options with values separated by commas are swept. The order is the loader's own, and without a cache limit so are the shards and bytes. Time is a
 model: each machine by itself, with a link of a fixed bandwidth that carries one shard after the other in the order of use, and steps of a fixed
-length. A real loader takes some tenths of a second more to start, and under a limit its threads, which fetch side by side, fetch more."""
+length. A real loader takes some tenths of a second more to start. With a limit it reads ahead by threads that compete for room: it fetches more, and
+wants a cache a tenth or more above the smallest here."""
 import argparse, html, inspect, itertools, math, sys
 from typing import Any, Callable, NamedTuple
 import numpy as np
