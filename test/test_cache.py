@@ -762,6 +762,28 @@ class TestFetcher(CacheCase):
         self.assertLessEqual(f.width, 2)
       f.close()
 
+class TestRoom(CacheCase):
+  options = {"shards": 24}
+  def test_the_nearest_get_the_room(self):
+    n = np.arange(24)
+    for _ in range(3):
+      shutil.rmtree(self.path("c"), ignore_errors=True)
+      s = self.store(limit=5 * max(self.size))
+      f = Fetcher([s], threads=8)
+      try:
+        f.feed(n * 0, n, 10 * n, 10 * n + 10)
+        with f.change: self.assertTrue(f.change.wait_for(lambda: f.full and not f.active, 20))
+        self.assertEqual([i for i in range(24) if s.has(i)], list(range(5)))
+        self.assertEqual(s.stats()["fetched_shards"], 5)
+      finally: f.close()
+
+  def test_a_run_that_is_about_to_tell_its_pieces(self):
+    s = self.store(limit=10 * max(self.size))
+    with s.folder.temp(f"{s.table}~1-a") as path:
+      self.assertEqual(set(s.folder.distance(s.table, 24).tolist()), {NEVER})
+      with open(path, "wb") as f: f.write(np.array([7, 3, 10, 20], np.int64).tobytes())
+      self.assertEqual(s.folder.distance(s.table, 24)[3], 3)
+
 class TestKill(CacheCase):
   options = {"shards": 40, "size": 3000}
   def test_at_any_moment(self):

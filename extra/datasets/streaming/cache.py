@@ -170,7 +170,8 @@ class Folder:
       with locked(path, wait=False) as dead:
         if dead: continue
       with contextlib.suppress(FileNotFoundError), open(path, "rb") as f:
-        position = int.from_bytes(f.read(8), "little")
+        if len(head := f.read(8)) < 8: continue                       # it is about to be written
+        position = int.from_bytes(head, "little")
         if name not in self.runs: self.runs = {k: v for k, v in self.runs.items() if os.path.exists(os.path.join(self.meta, "runs", k))}
         shard, lo, hi = self.runs[name] if name in self.runs else self.runs.setdefault(name, np.fromfile(f, np.int64).reshape(3, -1))
         live = hi > position
@@ -347,14 +348,15 @@ class Store:
       except Busy as e:
         with self.folder.lock(str(e)): pass
 
-  def warm(self, shard:int, before:int, stop:threading.Event) -> bool:
-    """paths() for a shard that is used in `before` positions: False when there is no room for it yet."""
+  def warm(self, shard:int, before:int, stop:threading.Event, placed:Callable[[], Any]=lambda: None) -> bool:
+    """paths() for a shard that is used in `before` positions: False when there is no room for it yet. Calls `placed()` when it has its room."""
     if self._find(shard) is not None: return True
     with self.folder.lock(f"{self.table}.{shard}", wait=False) as mine:
-      with contextlib.suppress(NoRoom, Busy): return not mine or bool(self._find(shard) or self._have(shard, before, stop))
+      with contextlib.suppress(NoRoom, Busy): return not mine or bool(self._find(shard) or self._have(shard, before, stop, placed))
     return False
 
-  def _have(self, shard:int, before:int|None=None, stop:threading.Event|None=None) -> tuple[str, ...]:
+  def _have(self, shard:int, before:int|None=None, stop:threading.Event|None=None,
+            placed:Callable[[], Any]=lambda: None) -> tuple[str, ...]:
     """Verify what is on the disk, or else fetch it; under the lock of the shard."""
     raw, zipped, compression = self.index.files(shard)
     paths, need, full = self._local(raw), int(self.index.raw_size[shard] + self.index.zip_size[shard]), False
@@ -366,6 +368,7 @@ class Store:
         else: need += part
         for _ in range(8):
           self._add(evicted=self.folder.reserve(self.table, shard, need, self.limit, before, full))
+          placed()
           try:
             for i, file in enumerate(raw): self._fetch(shard, file, zipped[i] if zipped else None, compression, stop)
             break
@@ -559,6 +562,7 @@ class Fetcher:
     self.positions:list[str] = []
     self.most = bounded(threads)
     self.width, self.active, self.hold, self.base = max(1, self.most // 2), 0, 0, 0.0
+    self.asking:object|None = None                                  # under a limit one at a time asks for room, so that the nearest gets it
     self._window()
     self.threads = [threading.Thread(target=self._run, name=f"streaming-fetch-{i}", daemon=True) for i in range(self.most)]
     for t in self.threads: t.start()
@@ -593,7 +597,7 @@ class Fetcher:
       self.change.notify_all()
 
   def _pick(self) -> int|None:
-    if self.active >= self.width or self.full: return None
+    if self.active >= self.width or self.full or self.asking is not None: return None
     while self.next < len(self.lo) and self.hi[self.next] <= self.position: self.next += 1
     if (i := self.next) < len(self.lo):
       k = int(np.searchsorted(self.lo, self.position, "right"))     # those before k are in use, or were
@@ -611,14 +615,21 @@ class Fetcher:
         store, shard, before = self.stores[self.store[i]], int(self.shard[i]), max(0, int(self.lo[i]) - self.position)
         pressure, feed, thin = store.remote.pressure, self.lo, self.thin[i]
         self.active += 1
+        turn = self.asking = object() if store.limited else None
       room = True
       with contextlib.suppress(Exception):                          # who reads it gets the error
-        if not (thin and store.part(shard, np.zeros(0))): room = store.warm(shard, before, self.stop)
+        if not (thin and store.part(shard, np.zeros(0))): room = store.warm(shard, before, self.stop, lambda turn=turn: self._placed(turn))
       with self.change:
         self.active -= 1
+        if self.asking is turn: self.asking = None
         if not room and feed is self.lo: self.next, self.full = min(self.next, i), True
         self._adapt(int(store.index.raw_size[shard]), store.remote.pressure > pressure)
         self.change.notify_all()
+
+  def _placed(self, turn:object|None):
+    with self.change:
+      if self.asking is turn: self.asking = None
+      self.change.notify_all()
 
   def _window(self): self.since, self.done, self.moved = time.monotonic(), 0, 0
   def _adapt(self, size:int, pressed:bool):
