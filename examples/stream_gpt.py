@@ -7,7 +7,7 @@ from extra.datasets.streaming.convert import convert
 
 BS, STEPS, WORKERS, EVERY = getenv("BS", 32), getenv("STEPS", 200), getenv("WORKERS", 2), getenv("EVERY", 50)
 DIM, LAYERS, HEADS, T = getenv("DIM", 32), getenv("LAYERS", 1), getenv("HEADS", 4), getenv("T", 64)
-MIX = getenv("MIX", 0)  # code and documentation, as two streams whose shares change over the run
+MIX, RAMP = getenv("MIX", 0), getenv("RAMP", 5000)  # code and documentation as two streams, whose shares change over so many rows
 KILL_AT = getenv("KILL_AT", -1)  # die there as by kill -9; run again to go on
 FOLDER = getenv("FOLDER", f"/tmp/stream_gpt_{T}{'_mix' * MIX}")
 CKPT, REMOTE = getenv("CKPT", f"{FOLDER}/checkpoint.safetensors"), getenv("REMOTE", "")
@@ -36,8 +36,8 @@ class GPT:
     return self.head(self.ln(x.sequential(self.blocks))).sparse_categorical_crossentropy(tokens[:, 1:].int())
 
 def dataset(split:str, **kwargs) -> StreamingDataset:
-  # code gives way to documentation from a tenth of the run on; alone its share is all
-  ramp = {"code": [(BS * STEPS // 10, 0.9), (BS * STEPS, 0.1)], "docs": [(BS * STEPS // 10, 0.1), (BS * STEPS, 0.9)]}
+  # code gives way to documentation; alone it is all
+  ramp = {"code": [(RAMP // 10, 0.9), (RAMP, 0.1)], "docs": [(RAMP // 10, 0.1), (RAMP, 0.9)]}
   share = {name: ramp[name] if MIX and split == "train" else None for name in TEXTS}
   streams = [Stream(f"{REMOTE}/{name}", f"{FOLDER}/cache/{name}", split=split, name=name, proportion=share[name]) for name in TEXTS]
   return StreamingDataset(streams=streams, **kwargs)

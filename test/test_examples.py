@@ -47,7 +47,7 @@ class ExampleTestCase(TempDirTestCase):
 
 class TestExamples(ExampleTestCase):
   def test_digits(self): self.check_resumed("digits", [(25, "3")], "0", PORT=free_port())
-  def test_gpt_on_a_mixture(self): self.check_resumed("gpt", [(17, "1")], "0", MIX="1", LAYERS="0", BS="16")
+  def test_gpt_on_a_mixture(self): self.check_resumed("gpt", [(17, "1")], "0", MIX="1", RAMP="400", LAYERS="0", BS="16")
 
 class TestTransforms(unittest.TestCase):
   @classmethod
