@@ -9,7 +9,7 @@ setup(
   license="MIT",
   packages=["extra.datasets", "extra.datasets.streaming"],
   python_requires=">=3.11",
-  install_requires=["tinygrad>=0.14", "numpy", "requests>=2.32", "urllib3>=2.2"],
+  install_requires=["tinygrad", "numpy", "requests>=2.32", "urllib3>=2.2"],
   extras_require={
     "codecs": codecs, "hash": hashes, "cloud": cloud, "images": images, "parquet": parquet,
     "test": ["pytest", "pytest-timeout", "hypothesis", "ruff", "moto[server]", "zstandard", *codecs, *hashes, *cloud, *images, *parquet],

@@ -381,11 +381,12 @@ class TestLimit(CacheCase):
     s = self.store()
     for k in range(24): self.check(s, k)
     s = self.store(limit=self.limit(5))
+    self.assertEqual(len(files(self.path("c"))), 5)                 # at once, though nothing was fetched
     self.check(s, 7)
     shutil.copy(self.path("r", "shard.00003.mds"), self.path("c", "mine.mds"))
-    os.remove(self.path("c", "shard.00003.mds"))
+    os.remove(self.path("c", "shard.00007.mds"))
     self.check(s, 3)
-    self.assertEqual(len(files(self.path("c"))), 5 + 1)
+    self.assertLessEqual(len(files(self.path("c"))), 5 + 1)
     self.assertIn("mine.mds", files(self.path("c")))                # not of the index: never touched
   def test_splits_share_the_folder(self):
     write(self.path("r", "val"), shards=4, seed=1)

@@ -271,7 +271,8 @@ class TestAgain(ConvertCase):
   def test_another_conversion_is_not_mixed_in(self):
     p = self.jsonl([{"a": 1}] * 2000 + [{"a": "x"}])
     with self.assertRaises(ConvertError): convert(p, self.out, part_size=10_000)
-    with self.assertRaisesRegex(ConvertError, "holds a conversion with another compression"): convert(p, self.out, part_size=10_000, compression="gz")
+    with self.assertRaisesRegex(ConvertError, "holds a conversion begun otherwise .compression differ"):
+      convert(p, self.out, part_size=10_000, compression="gz")
     with self.assertRaisesRegex(ConvertError, "row 2000"): convert(p, self.out, part_size=10_000)
     self.assertEqual(convert(p, self.out, skip_bad=True, exist_ok=True).rows, {"": 2000})
 
@@ -352,7 +353,7 @@ class TestVerify(ConvertCase):
     p = self.jsonl(values + [{"a": None}])
     self.assertEqual(convert(p, self.out, skip_bad=True, verify=True).rows, {"": 1000})
     self.jsonl(values + [{"a": 1}, {"a": 2}])
-    with self.assertRaisesRegex(ConvertError, "a conversion with another digest"): convert(p, self.out, skip_bad=True, verify=True)
+    with self.assertRaisesRegex(ConvertError, "begun otherwise .what is in the source differ"): convert(p, self.out, skip_bad=True, verify=True)
     self.jsonl(values + [{"a": 1000}])       # as long as it was
     with self.assertRaisesRegex(ConvertError, "row 1000 of .*x.jsonl: it is missing"): convert(p, self.out, skip_bad=True, verify=True)
 

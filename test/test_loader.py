@@ -272,6 +272,9 @@ class TestPosition(LoaderTestCase):
     write_rows(self.path("other"), N + 1, size_limit=600)
     other = StreamingDataset(self.path("other"), shuffle=True, shuffle_seed=5, num_canonical_nodes=2, shuffle_block_size=40)
     with self.assertRaisesRegex(ValueError, "saved"): StreamingDataLoader(other, 10, tensors=False).load_state_dict(state)
+    write_rows(self.path("wide"), N, size=17, size_limit=600 * 17 // 16)
+    wide = StreamingDataset(self.path("wide"), shuffle=True, shuffle_seed=5, num_canonical_nodes=2, shuffle_block_size=40)
+    with self.assertRaisesRegex(ValueError, "data: 103 samples.*saved"): StreamingDataLoader(wide, 10, tensors=False).load_state_dict(state)
 
   def test_seed_and_lanes_come_from_the_state(self):
     state = self.loader().state_dict()
@@ -384,10 +387,22 @@ class TestErrors(LoaderTestCase):
     self.assertEqual(len(list(self.loader(num_workers=1, transform=lambda s, r: s, method="fork"))), 10)
     self.assertEqual(len(list(self.loader(transform=lambda s, r: s))), 10)
 
+  def test_script_without_a_guard(self):
+    code = ("import sys\nfrom extra.datasets.streaming import StreamingDataLoader, StreamingDataset\ndef same(s, rng): return s\n"
+            "for b in StreamingDataLoader(StreamingDataset(sys.argv[1]), 10, tensors=False, num_workers=1, transform=same): pass")
+    r = run_script(code, self.path("d"))
+    self.assertEqual(r.returncode, 1)
+    self.assertRegex(r.stderr.strip().splitlines()[-1], "RuntimeError: loader worker .*if __name__ == \"__main__\"")
+
+  def test_tensors_of_a_transform(self):
+    class Tensor: pass
+    Tensor.__module__ = "tinygrad.tensor"
+    with self.assertRaisesRegex(TypeError, "'x' has Tensors"): list(self.loader(transform=lambda s, r: {"x": Tensor()}))
+
   def test_transform_raises_at_its_batch(self):
     for workers in (0, 1, 4):
       dl, got = self.loader(num_workers=workers, transform=fail_at_40), []
-      with self.assertRaisesRegex(UserError, "sample 40 ") as e:
+      with self.assertRaisesRegex(UserError, "sample 40 .*: ValueError: forty is no good") as e:
         for b in dl: got.append(b["id"].tolist())
       self.assertIsInstance(e.exception.__cause__, ValueError)
       self.assertIn("fail_at_40", "".join(traceback.format_exception(e.exception)))

@@ -1,6 +1,7 @@
 """A shard on disk when it is needed: fetched once per machine, verified, evicted by its next use.
 
-A cache folder mirrors the names of its remote. Beside them `.streaming/` holds what its processes agree by, all of it safe to lose:
+A cache folder mirrors the names of its remote. Beside them `.streaming/` holds what its processes agree by, all of it
+safe to lose while no process uses the folder:
   remote           which remote this folder mirrors
   mutex            flocked for the short changes of the tables
   locks/*          one a shard that is being fetched, flocked by who fetches it and removed after
@@ -85,7 +86,12 @@ class Folder:
         os.replace(f"{path}.new", path)
       with open(path) as f: was = f.read()
       if was != remote: raise ValueError(f"{root} is a cache of {was}, not of {remote}: give another local folder, or remove this one")
-      for name in ("locks", "tmp", "runs"):                         # what dead processes left
+    self.sweep()
+
+  def sweep(self):
+    """Remove what dead processes left."""
+    with self.mutex():
+      for name in ("locks", "tmp", "runs"):
         for entry in os.listdir(os.path.join(self.meta, name)):
           with locked(os.path.join(self.meta, name, entry), wait=False): pass
 
@@ -178,15 +184,17 @@ class Folder:
         np.minimum.at(out, shard[live], np.maximum(lo[live] - position, 0))
     return out
 
-  def reserve(self, table:str, shard:int, need:int, limit:tuple[int, float], before:int|None=None, full:bool=False) -> int:
-    """Make room for `need` bytes of a shard, evicting what is used farthest from now, then what was used least recently, and note them as on their
-    way. With `before` only shards that are farther from use than that may go. `full`: the disk turned out to be full. Returns the shards evicted.
-    Raises NoRoom (with `before`), Busy, or OSError with the numbers."""
+  def reserve(self, table:str, shard:int|None, need:int, limit:tuple[int, float], before:int|None=None, full:bool=False) -> int:
+    """
+    Make room for `need` bytes of a shard (None: only see to the limit), evicting what is used farthest from now, then what was used least recently,
+    and note them as on their way. With `before` only shards that are farther from use than that may go. `full`: the disk turned out to be full.
+    Returns the shards evicted. Raises NoRoom (with `before`), Busy, or OSError with the numbers.
+    """
     if limit == UNLIMITED and not full:
       self.row(table, shard, need, 0, 0)
       return 0
     with self.mutex():
-      self.row(table, shard, 0, 0, 0)
+      if shard is not None: self.row(table, shard, 0, 0, 0)
       rows = {t: np.fromfile(self._path(t), ROW) for t in self._tables() if self.index(t) is not None}
       disk = os.statvfs(self.root)
       free, total = disk.f_bavail * disk.f_frsize, sum(int(r["bytes"].sum()) for r in rows.values())
@@ -210,11 +218,12 @@ class Folder:
               remove(*self.files(t, i))
               self.row(t, i, 0, 0, 0)
       if short <= 0:
-        self.row(table, shard, need, 0, time.time_ns())
+        if shard is not None: self.row(table, shard, need, 0, time.time_ns())
         return evicted
     if before is not None: raise NoRoom
     if busy is not None: raise Busy(busy)
-    raise OSError(errno.ENOSPC, f"{self.files(table, shard)[0]}: needs {need} bytes, {free} are free on the disk and nothing is left to evict"
+    what = self.root if shard is None else self.files(table, shard)[0]
+    raise OSError(errno.ENOSPC, f"{what}: needs {need} bytes, {free} are free on the disk and nothing is left to evict"
                   + (f" (cache_limit {limit[0]} bytes)" if limit[0] != NEVER else ""))
 
 def coalesce(start:np.ndarray, stop:np.ndarray) -> list[tuple[int, int]]:
@@ -259,6 +268,7 @@ class Store:
       most = min(self.limit[0], int(disk.f_blocks * disk.f_frsize * (1 - self.limit[1])))
       if most < largest: raise ValueError(f"{self.where}: cache_limit leaves {most} bytes for {self.root}, its largest shard takes {largest}: "
                                           f"the smallest limit that works is {largest}")
+      with contextlib.suppress(Busy, OSError): self._add(evicted=self.folder.reserve(self.table, None, 0, self.limit))   # for what it found
 
   def _init(self): self._count, self._counts = threading.Lock(), dict.fromkeys(("fetched_bytes", "fetched_shards", "hits", "evicted"), 0)
   def __repr__(self) -> str: return f"Store({self.where!r}{'' if self.place else f', {self.root!r}'})"
@@ -590,7 +600,7 @@ class Fetcher:
   def advance(self, position:int) -> None:
     """The samples before this position have been used."""
     for path in self.positions:
-      with open(path, "r+b", buffering=0) as f: f.write(position.to_bytes(8, "little"))
+      with contextlib.suppress(FileNotFoundError), open(path, "r+b", buffering=0) as f: f.write(position.to_bytes(8, "little"))
     with self.change:
       if position < self.position: self.next = 0                    # pieces that were past are to come again
       self.position, self.full = position, False

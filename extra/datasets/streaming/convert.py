@@ -334,6 +334,8 @@ def clear(out:Out, also:str=r"\.keys"):
 
 def folders(out:Out, split:str, n:int) -> list[Out]: return [under(out, split)] if n == 1 else [under(out, split, f"{i:05}") for i in range(n)]
 
+NAMES = {"digest": "what is in the source", "source": "its name", "parts": "its parts"}
+
 def prepare(out:Out, record:dict, splits:list[str], exist_ok:bool, verify:bool, heap:str) -> str:
   """Make sure that nothing of others is harmed in `out`. "ready" when it is whole and only to be verified, "begun" when parts that are there are to
   be kept, else "new"."""
@@ -343,7 +345,8 @@ def prepare(out:Out, record:dict, splits:list[str], exist_ok:bool, verify:bool, 
   if ready or other: shutil.rmtree(heap, ignore_errors=True)
   if not other and (verify and ready and not exist_ok or not ready): return "ready" if ready else "begun"
   if not exist_ok:
-    if was and other: raise ConvertError(f"{show(out)} holds a conversion with another {', '.join(other)}: --exist-ok begins anew")
+    if was and other: raise ConvertError(f"{show(out)} holds a conversion begun otherwise ({', '.join(NAMES.get(k, k) for k in other)} differ): "
+                                 "--exist-ok begins anew")
     if ready: raise FileExistsError(f"{show(out)} is a dataset already: --exist-ok makes it anew")
     if local and os.listdir(local): raise FileExistsError(f"{local} is not empty, and no conversion has begun it")
   for split in dict.fromkeys(("", *was.get("splits", ()), *splits)) if local else ():
@@ -410,6 +413,9 @@ def convert(source:Any, out:Out, *, kind:str|None=None, columns:dict[str, str]|N
   if isinstance(source, (str, os.PathLike)): source = os.path.expanduser(os.fspath(source))
   if not 0 <= val < 1: raise ConvertError(f"val={val}: give a share of the rows, from 0 to under 1")
   kind, p = sources.plan(source, kind, opt)
+  if kind not in ("text", "tokens", "megatron") and (given := [k for k in ("tokenizer", "seq_len", "end_token", "tail")
+                                                              if getattr(opt, k) != getattr(Options(), k)]):
+    raise ConvertError(f"{', '.join(given)}: only for text and token files, and this is {kind}")
   if not p.parts: raise ConvertError(f"{redact(source)}: nothing in it")
   chosen, name = choose(p.columns, columns or {}, only), redact(source) if isinstance(source, str) else f"<{type(source).__name__}>"
   if not quiet: print("\n".join([f"{name} ({kind}) has", *(f"  {n}: {e}" for n, e in chosen.items()), *(f"  {n}" for n in p.notes)]))
@@ -444,7 +450,12 @@ def convert(source:Any, out:Out, *, kind:str|None=None, columns:dict[str, str]|N
         if len(dirs) > 1: merge_index(dirs, under(out, s))
       shutil.rmtree(heap, ignore_errors=True)
     if verify: check(jobs({} if shuffle_seed is not None else places), out, splits, do)
-  return summary(out, splits, start)
+  done = summary(out, splits, start)
+  if empty := [s for s, n in done.rows.items() if not n]:
+    why = " (a row needs --seq-len tokens; --tail pad keeps what is left over)" if kind == "text" and opt.seq_len else ""
+    if len(empty) == len(splits): raise ConvertError(f"{name} gave no rows{why}, {show(out)} is empty")
+    if not quiet: print(f"nothing went to {', '.join(empty)}{why}", file=sys.stderr)
+  return done
 
 def write_buckets(out:Out, scattered:list[Job], splits:list[str], writer:dict[str, Any], do:Callable[[Work, list[Job]], int]) -> dict[str, list[Out]]:
   """The second pass of a shuffle."""
@@ -513,7 +524,8 @@ def parse_args(argv:list[str]|None) -> argparse.Namespace:
   ap.add_argument("--compression", help="br, bz2, gz, snappy or zstd, with :level if need be")
   ap.add_argument("--hashes", help="hashes kept in the index: sha1,xxh64,... or none (default: sha1)")
   ap.add_argument("--shuffle-seed", type=int, help="shuffle all rows, by this seed")
-  ap.add_argument("--val", type=float, default=0, metavar="SHARE", help="send this share of the rows to OUT/val, the others to OUT/train")
+  ap.add_argument("--val", type=float, default=0, metavar="SHARE",
+                  help="send about this share of the rows, each by its own draw, to OUT/val, the others to OUT/train")
   ap.add_argument("--skip-bad", action="store_true", help="leave out rows that do not fit, list them in OUT/skipped.jsonl, and exit with 3")
   ap.add_argument("--dry-run", action="store_true", help="only tell what would be written")
   ap.add_argument("--verify", action="store_true", help="compare OUT, when it is there or has been written, with the source")
@@ -534,14 +546,20 @@ def pairs(text:str|None) -> dict[str, str]:
   if bad := [f for f in found if "=" not in f]: raise ConvertError(f"--columns {bad[0]!r}: give name=encoding")
   return dict(f.split("=", 1) for f in found)    # type: ignore
 
+def count(n:int, what:str) -> str: return f"{n:,} {what}{'' if n == 1 else 's'}"
+
 def report(s:Summary) -> str:
   where, split = show(s.out), next(iter(s.rows))
   parts = f" ({', '.join(f'{n} {r:,}' for n, r in s.rows.items())})" if split else ""
-  return f"""{sum(s.rows.values()):,} rows{parts} in {s.shards} shards, {s.bytes:,} bytes, {s.seconds:.1f} s: {where}
-{f"{s.skipped:,} rows did not fit and were left out: {where}/skipped.jsonl{chr(10)}" if s.skipped else ""}
-from extra.datasets.streaming import StreamingDataset, StreamingDataLoader
+  skipped = f"{count(s.skipped, 'row')} did not fit, left out: {where}/skipped.jsonl\n" if s.skipped else ""
+  index:Any = index_of(under(s.out, split))
+  shapes = [encoding(e, allow_unsafe_types=True).shape for e in index.columns().values() if re.match("ndarray|jpeg|png|pil", e)]
+  pad, join = (", pad_batch", ", collate=pad_batch") if None in shapes else ("", "")  # rows of several shapes
+  return f"""{count(sum(s.rows.values()), 'row')}{parts} in {count(s.shards, 'shard')}, {s.bytes:,} bytes, {s.seconds:.1f} s: {where}
+{skipped}
+from extra.datasets.streaming import StreamingDataset, StreamingDataLoader{pad}
 ds = StreamingDataset({where!r}{f", split={split!r}" if split else ""}, shuffle=True)
-for batch in StreamingDataLoader(ds, batch_size=256): print({{k: v.shape for k, v in batch.items()}})"""
+for batch in StreamingDataLoader(ds, batch_size={min(64, max(1, s.rows[split]))}{join}): print(list(batch))"""
 
 def main(argv:list[str]|None=None) -> int:
   a = parse_args(argv)
@@ -557,7 +575,7 @@ def main(argv:list[str]|None=None) -> int:
     print(f"convert: {e}", file=sys.stderr)
     return 1
   if s is None: return 0
-  print(("verified: " if a.verify else "") + report(s))
+  with contextlib.suppress(BrokenPipeError): print(("verified: " if a.verify else "") + report(s), flush=True)
   return 3 if s.skipped else 0
 
 if __name__ == "__main__":

@@ -92,6 +92,12 @@ class StreamingDataset:
     elif isinstance(streams, (str, Stream)) or not streams: raise ValueError("streams= is a list of Stream")
     if isinstance(columns, str): raise ValueError(f"columns={columns!r} is one string, give a list of names")
     self.streams, self.columns = list(streams), None if columns is None else tuple(columns)
+    for name, x, low in (("shuffle_seed", shuffle_seed, None), ("num_canonical_nodes", num_canonical_nodes, 1),
+                         ("shuffle_block_size", shuffle_block_size, 1), ("download_retry", download_retry, 0)):
+      if x is None and name in ("num_canonical_nodes", "shuffle_block_size"): continue
+      if isinstance(x, bool) or not isinstance(x, (int, np.integer)) or (low is not None and x < low):
+        raise ValueError(f"{name}={x!r} is not a whole number{'' if low is None else f' of at least {low}'}")
+    if not 0 <= max_bad <= 1: raise ValueError(f"max_bad={max_bad!r} is a share, from 0 to 1")
     if on_bad_sample not in ("raise", "replace"): raise ValueError(f"on_bad_sample={on_bad_sample!r} is neither 'raise' nor 'replace'")
     self.decode, self.allow_unsafe_types = bool(decode), bool(allow_unsafe_types)
     self.on_bad_sample, self.max_bad, self.provenance = on_bad_sample, float(max_bad), bool(provenance)
@@ -107,7 +113,10 @@ class StreamingDataset:
     indexes = [s.index for s in self.stores]
     self.first_shard = np.cumsum([0, *map(len, indexes)]).tolist()
     self.offsets = np.concatenate([[0], np.cumsum(np.concatenate([x.samples for x in indexes]))]).astype(np.int64)
+    self._stream_columns = [{n: e for s in x.schemas for n, e in zip(s.names, s.encodings)} for x in indexes]
     self.encodings = self._columns()
+    if self.provenance and (clash := [c for c in ORIGIN if c in self.encodings]):
+      raise ValueError(f"provenance adds a column {clash[0]!r}, and the dataset has one")
     self._mapped:collections.OrderedDict[int, Shard] = collections.OrderedDict()
     self._lock, self._mix, self._opening = threading.Lock(), None, 0
 
@@ -130,7 +139,8 @@ class StreamingDataset:
 
   def __getstate__(self) -> dict:
     # a worker opens the index from its folder: what travels is small however many shards there are
-    state = {k: v for k, v in self.__dict__.items() if k not in ("stores", "first_shard", "encodings", "_mapped", "_lock", "_mix", "_opening")}
+    made = ("stores", "first_shard", "encodings", "_stream_columns", "_mapped", "_lock", "_mix", "_opening")
+    state = {k: v for k, v in self.__dict__.items() if k not in made}
     return state | {"offsets": (len(self.offsets), len(self))}
   def reopen(self): self.__setstate__(self.__getstate__())
   def __setstate__(self, state:dict):
@@ -172,6 +182,12 @@ class StreamingDataset:
       self._opening += time.perf_counter_ns() - start
     return found
 
+  def shard_of(self, i:int) -> int: return bisect.bisect_right(self.offsets, i) - 1
+  def sweep(self):
+    """Remove what processes that are gone have left in the cache folders."""
+    for s in self.stores:
+      if s.place is None: s.folder.sweep()
+
   def _at(self, number:int) -> tuple[Store, int]:
     """The store of a shard, and its number there."""
     stream = bisect.bisect_right(self.first_shard, number) - 1
@@ -199,6 +215,7 @@ class StreamingDataset:
     ids = np.asarray(ids if isinstance(ids, np.ndarray) else list(ids))
     if ids.dtype == bool and ids.shape == (len(self),): return np.flatnonzero(ids)
     if ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iu"): raise TypeError(f"samples are asked for by a row of integers, not {ids!r:.80}")
+    if ids.dtype == np.uint64: ids = np.minimum(ids, np.uint64(2**63 - 1))
     ids = ids.astype(np.int64)
     ids = np.where(ids < 0, ids + len(self), ids)
     if len(ids) and not (ids.min() >= 0 and ids.max() < len(self)):
@@ -212,6 +229,7 @@ class StreamingDataset:
 
   def check_columns(self, columns:Sequence[str]):
     have = [*self.encodings, *(ORIGIN if self.provenance else ())]
+    if len(self.offsets) == 1: return  # no shard, no columns
     if missing := [c for c in columns if c not in have]: raise ValueError(f"no column {missing[0]!r}, have {', '.join(have)}")
 
   def raw(self, ids:np.ndarray, columns:Sequence[str]|None=None, new:Callable|None=None, sparse:bool=False,
@@ -245,7 +263,8 @@ class StreamingDataset:
       for i, s in enumerate(shards):
         at = np.flatnonzero(which == i)
         for j, v in zip(at.tolist(), s.values(rows[at], name, self.decode, self.allow_unsafe_types)): values[j] = v
-      return values if enc.dtype is None else np.asarray(values, enc.dtype)
+      try: return values if enc.dtype is None else np.asarray(values, enc.dtype)
+      except OverflowError as e: raise FormatError(f"{shards[0].where}: column {name!r}: {e}") from None
     if enc.dtype is None or enc.shape is None or not enc.size: return Ragged(name, enc, shards, which, rows)
     address, _ = locate(shards, which, rows, name)
     shape = (len(rows), *enc.shape)
@@ -266,7 +285,7 @@ class StreamingDataset:
     lanes = lanes or self.num_canonical_nodes or ((world or World.detect()).nodes if self._order["shuffle"] else 1)
     # a dataset of one stream keeps its order when it moves to another place
     names = [s.name for s in self.streams] if len(self.streams) > 1 else ["data"]
-    sources = [Source(n, store.index.samples, s) for n, s, store in zip(names, self.streams, self.stores)]
+    sources = [Source(n, store.index.samples, s, c) for n, s, store, c in zip(names, self.streams, self.stores, self._stream_columns)]
     return Mix(sources, lanes=lanes, seed=self.shuffle_seed if seed is None else seed, **self._order)
 
   def epoch_length(self, epoch:int) -> int:

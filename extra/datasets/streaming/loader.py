@@ -1,5 +1,5 @@
 """Batches of a dataset, as Tensors, in order: jobs for the workers, the hand-off and the state of a run."""
-import collections, ctypes, multiprocessing, pickle, select, time, warnings, weakref
+import collections, ctypes, importlib, multiprocessing, pickle, select, time, warnings, weakref
 from typing import Any, Callable, Iterator, NamedTuple
 import numpy as np
 from .cache import Fetcher
@@ -7,7 +7,8 @@ from .dataset import Ragged, StreamingDataset, cut
 from .format import map_fd
 from .mix import Mix
 from .partition import World, batches
-from .pool import ALIGN, COUNTS, Carver, Child, Engine, Inherited, NeedRoom, Slot, board, dump, load
+from .pool import (ALIGN, COUNTS, Carver, Child, Engine, Inherited, NeedRoom, Slot, board, dump, load, uninterrupted)
+from .remote import RemoteError
 from .stats import Stats
 
 STATE_VERSION = 1
@@ -27,6 +28,8 @@ class Job(NamedTuple):
   cold: bool
   sparse: bool
   def __str__(self) -> str: return f"the batch at epoch {self.epoch}, position {self.start}"
+  @property
+  def nbytes(self) -> int: return 2048 + self.pos.nbytes + self.ids.nbytes
 
 class UserError(RuntimeError):
   """The user's own function failed: the message says where, the cause is its error."""
@@ -45,10 +48,11 @@ class Work:
   def __call__(self, job:Job, mem:np.ndarray) -> tuple[list[tuple], list[tuple[int, str]]]:
     carve, bad = Carver(mem), []
     try: batch = self.make(job, None if self.direct else carve if self.plain else np.empty)
-    except (ValueError, OSError, UserError):
-      if self.ds.on_bad_sample == "raise": raise
+    except (ValueError, OSError, UserError) as e:
+      if self.ds.on_bad_sample == "raise" or outage(e): raise
       job, bad = self.replace(job)
       batch = self.make(job, np.empty)
+    if self.mask and "mask" in batch: raise ValueError("pad_last adds a column named mask, and a function of the loader has made one")
     if self.mask: batch["mask"] = np.arange(len(job.ids)) < job.real
     if self.columns is not None:
       if missing := [c for c in self.columns if c not in batch]: raise ValueError(f"no column {missing[0]!r} in a batch of {', '.join(batch)}")
@@ -62,7 +66,10 @@ class Work:
     else:
       rows = self.samples(job)
       if self.collate is not None: batch = self.user("collate", job, self.collate, rows)
-      else: batch = {k: [row[k] for row in rows] for k in rows[0]}
+      else:
+        if other := [i for i, row in enumerate(rows) if row.keys() != rows[0].keys()]:
+          raise UserError(f"transform gave sample {job.ids[other[0]]} the columns {list(rows[other[0]])}, and sample {job.ids[0]} {list(rows[0])}")
+        batch = {k: [row[k] for row in rows] for k in rows[0]}
     if self.batch_transform is not None:
       batch = {k: stack(k, v, np.empty) if isinstance(v, list) else v for k, v in batch.items()}
       batch = self.user("batch_transform", job, self.batch_transform, batch, self.rng(job.epoch, int(job.pos[0]), 1))
@@ -85,28 +92,35 @@ class Work:
       if not isinstance(out := self.transform(row, self.rng(job.epoch, int(job.pos[i]), 0)), dict):
         raise TypeError(f"transform must return a dict, not {type(out).__name__}")
       return out
-    except BaseException as e: raise UserError(f"transform failed on sample {job.ids[i]} (epoch {job.epoch}, position {job.pos[i]})") from e
+    except BaseException as e:
+      raise UserError(f"transform failed on sample {job.ids[i]} (epoch {job.epoch}, position {job.pos[i]}): {type(e).__name__}: {e}") from e
 
   def user(self, name:str, job:Job, fn:Callable, *args) -> dict[str, Any]:
     try:
       if not isinstance(batch := fn(*args), dict): raise TypeError(f"{name} must return a dict, not {type(batch).__name__}")
       return batch
-    except BaseException as e: raise UserError(f"{name} failed on {job}, which starts with sample {job.ids[0]}") from e
+    except BaseException as e:
+      raise UserError(f"{name} failed on {job}, which starts with sample {job.ids[0]}: {type(e).__name__}: {e}") from e
 
   def replace(self, job:Job) -> tuple[Job, list[tuple[int, str]]]:
     """The job with other samples of the same streams in place of those that cannot be read or transformed, and what was wrong with those."""
-    ids, bad = job.ids.copy(), []
+    ids, bad, gone = job.ids.copy(), [], {}  # gone: shards that cannot be read, which is not tried for each of their samples
     for i in range(len(ids)):
       for n in range(REPLACEMENTS):
+        shard = self.ds.shard_of(int(ids[i]))
         try:
+          if shard in gone: raise gone[shard]
           self.samples(job._replace(pos=job.pos[i:i+1], ids=ids[i:i+1]))
           break
         except (ValueError, OSError, UserError) as e:
+          if outage(e): raise
+          if isinstance(e, OSError): gone[shard] = e
           if n == 0: bad.append((int(ids[i]), f"{type(e.__cause__ or e).__name__}: {e.__cause__ or e}"))
           ids[i] = self.ds.other(int(job.ids[i]), self.seed, job.epoch, int(job.pos[i]), n)
     return job._replace(ids=ids), bad
 
   def place(self, name:str, v:Any, carve:Carver) -> tuple:
+    if isinstance(v, np.ndarray) and not v.dtype.isnative: v = v.astype(v.dtype.newbyteorder("="))
     if self.direct: return name, "object", v.tolist() if isinstance(v, Ragged) else stack(name, v, np.empty) if isinstance(v, list) else v
     if isinstance(v, Ragged) and v.enc.name not in ("bytes", "str"): v = v.tolist()
     if isinstance(v, Ragged):
@@ -119,16 +133,26 @@ class Work:
     if not np.shares_memory(v, carve.mem):
       np.copyto(out := carve(v.shape, v.dtype), v)
       v = out
-    return name, "array", carve.offset(v), v.dtype.str, v.shape, self.ds.is_bfloat16(name) and v.dtype == np.uint16
+    return name, "array", carve.offset(v), v.dtype, v.shape, self.ds.is_bfloat16(name) and v.dtype == np.uint16
+
+def outage(e:Exception) -> bool:
+  """Whether it is the server and not the sample that is bad."""
+  return isinstance(e, RemoteError) and not e.corrupt and e.status not in (403, 404, 410)
 
 def stack(name:str, values:list, new:Callable) -> np.ndarray|list:
   """Lay equal numeric values out as one array (n, ...), made by `new(shape, dtype)`. Lists of anything else stay lists."""
-  if not values or not all(isinstance(v, (np.ndarray, np.generic, int, float)) for v in values): return values
+  if not values or not all(isinstance(v, (np.ndarray, np.generic, int, float)) for v in values):
+    if any(type(v).__module__.split(".")[0] == "tinygrad" for v in values):
+      raise TypeError(f"column {name!r} has Tensors: the functions of a loader work on numpy arrays, which it makes Tensors of")
+    return values
   arrays = [np.asarray(v) for v in values]
   if len(shapes := {a.shape for a in arrays}) > 1:
     raise ValueError(f"column {name!r} has rows of different shapes, {' and '.join(map(str, sorted(shapes)[:2]))}: "
                      "make them equal in transform=, or join them in collate= (pad_batch does)")
-  out = new((len(arrays), *arrays[0].shape), np.result_type(*{a.dtype for a in arrays}))
+  dtype = np.result_type(*{a.dtype for a in arrays})
+  if dtype.hasobject or (dtype.kind == "f" and all(a.dtype.kind in "iu" for a in arrays)):
+    raise ValueError(f"column {name!r} has integers that no one integer type holds")
+  out = new((len(arrays), *arrays[0].shape), dtype)
   for i, a in enumerate(arrays): out[i] = a
   return out
 
@@ -162,11 +186,13 @@ def follow_main(conn, payload, number:int, ring:Inherited):
   (ds, order, unit, share), counts = load(payload), board(map_fd(ring.fd, 8 * COUNTS * (number + 1), 0, write=True))[number]
   (mix := ds.mix(*order)).unit = unit
   follower = Follower(ds, mix, *share)
-  while True:
-    at = conn.recv()
-    while conn.poll(): at = conn.recv()
-    follower.go(*at)
-    counts[:5] = ds.counts()
+  try:
+    while True:
+      at = conn.recv()
+      while conn.poll(): at = conn.recv()
+      follower.go(*at)
+      counts[:5] = ds.counts()
+  finally: follower.close()
 
 class RemoteFollower:
   """A Follower in a process of its own, so that a busy training loop cannot starve it. Without it readers still fetch what they need."""
@@ -174,7 +200,9 @@ class RemoteFollower:
   def go(self, epoch:int, position:int):
     if self.child is None:
       self.child = Child(self.method, follow_main, self.payload, len(self.engine.workers), Inherited(self.engine.ring.fd))
-    if select.select([], [self.child.conn], [], 0)[1]:  # a follower that is behind hears of the next position
+      self.room = select.poll()
+      self.room.register(self.child.conn, select.POLLOUT)
+    if self.room.poll(0):  # a follower that is behind hears of the next position
       try: self.child.conn.send((epoch, position))
       except OSError: self.close()  # it died: the next call starts another
   def close(self):
@@ -230,6 +258,8 @@ class StreamingDataLoader:
     for name, x, low in (("batch_size", batch_size, 1), ("num_workers", num_workers, 0), ("prefetch", 1 if prefetch is None else prefetch, 1)):
       if isinstance(x, bool) or not isinstance(x, (int, np.integer)): raise TypeError(f"{name} must be an int, not {x!r}")
       if x < low: raise ValueError(f"{name}={x} must be at least {low}")
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < 1e6:
+      raise ValueError(f"timeout={timeout!r}: give seconds, up to a million")
     for name, fn in (("transform", transform), ("batch_transform", batch_transform), ("collate", collate)):
       if fn is not None and not callable(fn): raise TypeError(f"{name}={fn!r} is not a function")
     if method not in (known := multiprocessing.get_all_start_methods()): raise ValueError(f"method={method!r} is none of {', '.join(known)}")
@@ -272,6 +302,7 @@ class StreamingDataLoader:
     work = Work(self.ds, self.columns, *self._user, self.mix.seed, self.pad_last, direct)
     if self.method == "forkserver":  # it imports once for all processes to come, if it does not run yet
       multiprocessing.set_forkserver_preload([__name__, *(["requests"] if any(s.remote.kind == "http" for s in self.ds.stores) else [])])
+    if self.method == "fork": importlib.import_module("numpy.ma")  # else numpy does in its time, and its lock held at the fork stays held
     try: self._engine = Engine(work, self.num_workers, self.method, self.timeout, 0 if direct else self._slot_size())
     except (pickle.PicklingError, AttributeError, TypeError) as e:
       for name, fn in zip(("transform", "batch_transform", "collate"), self._user):
@@ -322,17 +353,17 @@ class StreamingDataLoader:
       # what is copied to a device is copied a step early, so that the copy overlaps the step
       if self._copies() and not self._handed and self._coming[0][2] is not None and self._engine.ready(): self._advance()
       if self._ahead is not None: self._ahead.go(epoch, sample)
+      self._counts.delivered(ids)
+      if values is None:
+        self._counts.end_epoch(self.epoch)
+        self.start, self._pass = 0, None
+      elif self.columns is not None: values = tuple(values[c] for c in (*self.columns, *(["mask"] if self.pad_last else [])))
     except BaseException:
       self._move(self.epoch, self.sample)  # also after Ctrl-C in the middle of a message
       raise
-    self._counts.delivered(ids)
-    if values is None: self._counts.end_epoch(self.epoch)
-    self.epoch, self.sample = epoch, sample
-    if values is None:
-      self.start, self._pass = 0, None
-      raise StopIteration
-    if self.columns is None: return values
-    return tuple(values[c] for c in (*self.columns, *(["mask"] if self.pad_last else [])))
+    self.epoch, self.sample = epoch, sample  # last of all: what Ctrl-C keeps from the loop comes again
+    if values is None: raise StopIteration
+    return values
 
   def _copies(self) -> bool:
     if not self.tensors: return False
@@ -378,6 +409,9 @@ class StreamingDataLoader:
     if device == "NPY": return t, a.base
     return (t.shard(device, axis=0) if isinstance(device, tuple) else t.to(device)).realize(), None
 
+  def __repr__(self) -> str:
+    return f"StreamingDataLoader({self.ds!r}, batch_size={self.batch_size}, at epoch {self.epoch}, sample {self.sample})"
+
   def __len__(self) -> int:
     """Batches of a pass: of the one under way, or else of the next, which goes from where the loader stands to the end of the epoch."""
     start = self.start if self._pass is not None and self._pass() is not None else self.sample
@@ -390,10 +424,13 @@ class StreamingDataLoader:
 
   def close(self):
     """Stop the workers. The position stays: another pass goes on from there."""
-    self._counts.keep(self._engine)
-    for part in (self._engine, self._ahead):
-      if part is not None: part.close()
-    self._engine = self._ahead = None
+    if self._engine is None: return
+    with uninterrupted():
+      self._counts.keep(self._engine)
+      for part in (self._engine, self._ahead):
+        if part is not None: part.close()
+      self._engine = self._ahead = None
+      if self.num_workers: self.ds.sweep()
   def stats(self) -> dict[str, Any]:
     """What the loader did since it was made, see `stats.Stats`."""
     return self._counts.get()
@@ -420,9 +457,12 @@ class StreamingDataLoader:
     differ = [f"{k}: {state.get(k)!r} saved, {getattr(self, k)!r} now" for k in ("drop_last", "pad_last") if state.get(k) != getattr(self, k)]
     if (differ := mix.differences(state) + differ) and strict:
       raise ValueError("the state is of another run (strict=False loads it all the same):\n  " + "\n  ".join(differ))
-    mix.fit(self.batch_size, self.ranks, int(state["sample_in_epoch"]))
+    epoch, sample = state["epoch"], state["sample_in_epoch"]
+    if type(epoch) is not int or type(sample) is not int or epoch < 0 or not 0 <= sample <= mix.length(epoch):
+      raise ValueError(f"the state is at epoch {epoch!r}, sample {sample!r}, which this run does not have")
+    mix.fit(self.batch_size, self.ranks, sample if sample < mix.length(epoch) else 0)
     self.mix = mix
-    self._move(int(state["epoch"]), int(state["sample_in_epoch"]))
+    self._move(epoch, sample)
 
 class Pass:
   """The rest of an epoch."""

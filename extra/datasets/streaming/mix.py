@@ -75,10 +75,11 @@ class Stream:
     return f"Stream({', '.join([repr(self.name)] + [f'{k}={v!r}' for k, v in said.items()])})"
 
 class Source(NamedTuple):
-  """A stream that has been opened: `sizes` is the samples of each shard, int64[S]."""
+  """A stream that has been opened: `sizes` is the samples of each shard, int64[S]; `columns`, name -> encoding, only tells it from others."""
   name: str
   sizes: np.ndarray
   stream: Stream
+  columns: dict[str, str] = {}
 
 # *** whole numbers ***
 
@@ -305,7 +306,8 @@ class Mix:
       how = f"{s.stream.kind} {[(t, float(w)) for t, w in s.stream.points] if len(s.stream.points) > 1 else float(s.stream.points[0][1])}"
       if not s.stream.kind: how = "once"
       if len(how) > 80: how = f"{s.stream.kind} of {len(s.stream.points)} points {_digest(how.encode())}"
-      out[name] = f"{n} samples in {b - a} shards {_digest(self.sizes[a:b].astype('<i8').tobytes())}, {how}"
+      what = self.sizes[a:b].astype("<i8").tobytes() + json.dumps(s.columns, sort_keys=True).encode()
+      out[name] = f"{n} samples in {b - a} shards {_digest(what)}, {how}"
     return out
 
   def __getstate__(self) -> dict[str, Any]: return {**self.__dict__, "_plans": {}}

@@ -1,7 +1,7 @@
 """Workers that make batches, and the memory they make them in: nothing here knows what a batch is."""
 import collections, contextlib, ctypes, faulthandler, mmap, multiprocessing, os, pickle, queue, select, signal, sys, tempfile, threading, time
 import traceback, weakref
-from multiprocessing import reduction
+from multiprocessing import reduction, resource_tracker
 from multiprocessing.connection import wait
 from typing import Any, Callable
 import numpy as np
@@ -9,6 +9,7 @@ from .format import map_fd
 
 ALIGN = 64        # tinygrad's CPU kernels load whole vectors: from_blob at an unaligned address crashes
 MAX_DEATHS = 3    # of one worker in a row
+IN_FLIGHT = 16    # messages to a worker before it has answered: far fewer than a pipe holds
 libc, MADV_REMOVE = ctypes.CDLL(None), 9
 COUNTS = 8        # numbers that each process keeps in the ring's first pages, the last one the nanoseconds it was busy
 
@@ -98,17 +99,25 @@ def unpack_error(error:BaseException|tuple[bytes|None, bytes|None, str]) -> Base
 # *** processes ***
 
 @contextlib.contextmanager
+def uninterrupted():
+  """Put Ctrl-C off until the end."""
+  masked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+  try: yield
+  finally: signal.pthread_sigmask(signal.SIG_SETMASK, masked)
+
+_starting = threading.Lock()
+@contextlib.contextmanager
 def quiet_start(need_main:bool):
   """Start children so that they neither run the user's script again (spawn imports __main__) nor see Ctrl-C before they ignore it."""
-  main, missing = sys.modules.get("__main__"), object()
-  saved = {} if need_main or main is None else {k: getattr(main, k, missing) for k in ("__file__", "__spec__")}
-  masked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-  try:
-    for k in saved: setattr(main, k, None)
-    yield
-  finally:
-    for k, v in saved.items(): delattr(main, k) if v is missing else setattr(main, k, v)
-    signal.pthread_sigmask(signal.SIG_SETMASK, masked)
+  resource_tracker.ensure_running()  # started later, it would let Ctrl-C in again
+  with _starting, uninterrupted():
+    main, missing = sys.modules.get("__main__"), object()
+    saved = {} if need_main or main is None else {k: getattr(main, k, missing) for k in ("__file__", "__spec__")}
+    try:
+      for k in saved: setattr(main, k, None)
+      yield
+    finally:
+      for k, v in saved.items(): delattr(main, k) if v is missing else setattr(main, k, v)
 
 class Inherited:
   """A descriptor that goes to a child process with the arguments of its start."""
@@ -199,28 +208,48 @@ def worker_main(conn, payload, number:int, stacks, ring:Inherited):
   faulthandler.register(signal.SIGUSR1, stacks.fileno(), all_threads=True)
   error, slots, counts = None, {}, board(map_fd(ring.fd, 8 * COUNTS * (number + 1), 0, write=True))[number]
   try: work = load(payload)
-  except BaseException as e: error = e
+  except BaseException as e:
+    error = RuntimeError(f"a worker process cannot load the loader's functions ({type(e).__name__}: {e}): define them at the top of a .py file that "
+                         'can be imported, or use method="fork" or num_workers=0')
+    error.__cause__ = e
   while True:
-    seq, job, offset, nbytes = conn.recv()
+    seq, offset, nbytes, size = conn.recv()
     if offset not in slots: slots[offset] = map_fd(ring.fd, nbytes, offset, write=True)
+    job = pickle.loads(slots[offset][:size].tobytes())
     kind, value = serve(work, job, slots[offset], counts) if error is None else ("error", error)
-    conn.send((seq, kind, pack_error(value) if kind == "error" else value))
+    try: reply = reduction.ForkingPickler.dumps((seq, kind, pack_error(value) if kind == "error" else value))
+    except Exception as e:
+      why = TypeError(f"{job}: what the loader's functions returned cannot be sent from a worker process: {e}")
+      reply = reduction.ForkingPickler.dumps((seq, "error", pack_error(why)))
+    conn.send_bytes(reply)
 
 class ProcessWorker:
-  """Makes batches in a process that has the ring's descriptor and opens no device. One that dies is replaced, and its work done again."""
+  """
+  Makes batches in a process that has the ring's descriptor and opens no device. One that dies is replaced, and its work done again. A job travels in
+  its slot, and only IN_FLIGHT small messages go ahead of the replies: sending never waits for a worker that waits to send.
+  """
   def __init__(self, number:int, method:str, payload:Any, ring:Ring):
-    self.number, self.method, self.payload, self.ring, self.sent, self.deaths = number, method, payload, ring, {}, 0
+    self.number, self.method, self.payload, self.ring, self.deaths = number, method, payload, ring, 0
+    self.jobs:dict[int, tuple[Any, bytes, Slot]] = {}  # not answered yet
+    self.waiting:collections.deque[int] = collections.deque()  # of these, not sent yet
     self.start()
   def start(self):
-    self.ring.board[self.number] = 0
+    self.ring.board[self.number], self.replied = 0, False
     self.stacks, theirs = multiprocessing.Pipe(duplex=False)
     self.child = Child(self.method, worker_main, self.payload, self.number, theirs, Inherited(self.ring.fd))
     theirs.close()
     self.poll = select.poll()
     self.poll.register(self.child.conn, select.POLLIN)
   def send(self, seq:int, job:Any, slot:Slot):
-    self.sent[seq] = (seq, job, slot.offset, len(slot.mem))
-    with contextlib.suppress(OSError): self.child.conn.send(self.sent[seq])  # recv sees a death, and sends again
+    self.jobs[seq] = (job, pickle.dumps(job), slot)
+    self.waiting.append(seq)
+    self.push()
+  def push(self):
+    while self.waiting and len(self.jobs) - len(self.waiting) < IN_FLIGHT:
+      seq = self.waiting.popleft()
+      _, data, slot = self.jobs[seq]
+      slot.mem[:len(data)] = np.frombuffer(data, np.uint8)
+      with contextlib.suppress(OSError): self.child.conn.send((seq, slot.offset, len(slot.mem), len(data)))  # recv sees a death, and sends again
   def ready(self) -> bool: return bool(self.poll.poll(0))
   def recv(self, timeout:float) -> tuple[int, str, Any]:
     while True:
@@ -228,22 +257,28 @@ class ProcessWorker:
       try: reply = self.child.conn.recv()
       except (EOFError, OSError): self.replace()
       else:
-        self.deaths = 0
-        self.sent.pop(reply[0])
+        self.deaths, self.replied = 0, True
+        self.jobs.pop(reply[0])
+        self.push()
         return reply
   def replace(self):
     self.child.process.join(1)
     pid, code, self.deaths = self.child.process.pid, self.child.process.exitcode, self.deaths + 1
+    if not self.replied and code == 1:
+      raise RuntimeError(f"loader worker {pid} ended while it started, see its own error above. Workers import the script that transform= (or "
+                         'collate=, batch_transform=) is in: put what the script runs under `if __name__ == "__main__":`')
     how = f"was killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exited with code {code}"
     if self.deaths >= MAX_DEATHS: raise RuntimeError(f"loader worker {pid} {how}, {self.deaths} times in a row, over {self.about()}")
     self.close()
     self.start()
-    for task in self.sent.values(): self.child.conn.send(task)
-  def about(self) -> str: return str(next(iter(self.sent.values()))[1])
+    self.waiting = collections.deque(self.jobs)
+    self.push()
+  def about(self) -> str: return str(next(iter(self.jobs.values()))[0])
   def stack(self, timeout:float) -> str:
     with contextlib.suppress(OSError): os.kill(self.child.process.pid, signal.SIGUSR1)
-    out = b""
-    while select.select([self.stacks], [], [], 0.5)[0] and (more := os.read(self.stacks.fileno(), 1 << 16)): out += more
+    out, told = b"", select.poll()
+    told.register(self.stacks, select.POLLIN)
+    while told.poll(500) and (more := os.read(self.stacks.fileno(), 1 << 16)): out += more
     return f"loader worker {self.child.process.pid} has been at {self.about()} for {timeout} s:\n{out.decode(errors='replace')}"
   def hang_up(self): self.child.hang_up()
   def close(self, wait_s:float=0.5):
@@ -252,8 +287,9 @@ class ProcessWorker:
 
 class Engine:
   """
-  Jobs in, batches out, in the order of the jobs whatever the workers do: `work(job, mem)` fills a slot and returns what is in it. 0 workers are a
-  thread, n are processes. It has no thread of its own. One row more of ring.board is for another process of the caller's.
+  Jobs in, batches out, in the order of the jobs whatever the workers do: `work(job, mem)` fills a slot and returns what is in it, and a job takes
+  `job.nbytes` at most when it is pickled. 0 workers are a thread, n are processes. It has no thread of its own. One row more of ring.board is for
+  another process of the caller's.
   """
   def __init__(self, work:Callable, num_workers:int, method:str, timeout:float, nbytes:int):
     self.timeout, self.nbytes, self.jobs, self.replies, self.seq = timeout, nbytes, collections.deque(), {}, 0
@@ -271,7 +307,7 @@ class Engine:
     for w in workers: w.close(max(0, deadline - time.monotonic()))
 
   def submit(self, job:Any):
-    slot = self.ring.take(self.nbytes)
+    slot = self.ring.take(max(self.nbytes, job.nbytes))
     self.jobs.append((self.seq, job, slot))
     self.workers[self.seq % len(self.workers)].send(*self.jobs[-1])
     self.seq += 1

@@ -659,7 +659,9 @@ def read_mds(part:Part, columns:dict[str, str], bad:Bad) -> Iterator[Batch]:
 def rows_of(source:Any) -> Iterable[dict]:
   if not isinstance(source, str): return source
   module, _, name = source.partition(":")
-  return getattr(importlib.import_module(module), name)()
+  try: make = getattr(importlib.import_module(module), name)
+  except (ImportError, AttributeError) as e: raise ValueError(f"{source}: {e}") from None
+  return make()
 
 def plan_rows(kind:str, source:Any, opt:Options) -> Plan:
   rows = iter(rows_of(source))
