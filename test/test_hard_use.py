@@ -1,0 +1,175 @@
+"""What a training run meets sooner or later: full pipes, odd results, interrupts at any moment, servers that die."""
+import json, os, resource, threading, unittest
+from unittest import mock
+import numpy as np
+from tinygrad import dtypes
+from extra.datasets.streaming import MDSWriter, Stream, StreamingDataLoader, StreamingDataset, World, load_checkpoint, save_checkpoint
+from extra.datasets.streaming.loader import UserError
+from extra.datasets.streaming.remote import RemoteError
+from extra.datasets.streaming.stats import Stats
+from helpers import TempDirTestCase, run_script, write_rows
+from servers import Fault, Server
+
+def big_endian(batch, rng): return {"v": batch["id"].astype(">i8"), "id": batch["id"]}
+def fields(batch, rng): return {"v": np.array([(i, i / 2) for i in batch["id"]], [("a", "i4"), ("b", "f4")]), "id": batch["id"]}
+def cannot_travel(sample, rng): return {"id": lambda: 0}
+def large_ints(sample, rng): return {"n": 2**63 + 1 if sample["id"] % 2 else -1}
+def other_keys(sample, rng): return {"id": 1} if sample["id"] % 2 else {"id": 1, "z": 2}
+def makes_mask(sample, rng): return {"mask": 1}
+
+class HardCase(TempDirTestCase):
+  def loader(self, ds, batch_size=10, **kw) -> StreamingDataLoader:
+    dl = StreamingDataLoader(ds, batch_size, **{"tensors": False, "world": World(), **kw})
+    self.addCleanup(dl.close)
+    return dl
+  def rows(self, n=100, **kw) -> StreamingDataset:
+    write_rows(self.path("d"), n)
+    return StreamingDataset(self.path("d"), **kw)
+
+class TestPipes(HardCase):
+  def test_large_jobs_and_large_replies(self):
+    with MDSWriter(out=self.path("j"), columns={"j": "json"}) as w: w.write_batch({"j": [{"text": "x" * 100}] * 30000})
+    ds = StreamingDataset(self.path("j"))
+    for size, prefetch in ((15000, None), (64, 200)):
+      self.assertEqual(sum(len(b["j"]) for b in self.loader(ds, size, num_workers=1, prefetch=prefetch, timeout=60)), 30000 // size * size)
+  def test_more_descriptors_than_select_can_hold(self):
+    if resource.getrlimit(resource.RLIMIT_NOFILE)[1] < 2048: self.skipTest("needs 2048 descriptors")
+    self.rows()
+    code = """
+import os, resource, sys
+from extra.datasets.streaming import StreamingDataLoader, StreamingDataset
+resource.setrlimit(resource.RLIMIT_NOFILE, (2048, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+keep = [open(os.devnull) for _ in range(1100)]
+with StreamingDataLoader(StreamingDataset(sys.argv[1], sys.argv[2]), 10, num_workers=1, tensors=False) as dl: print(sum(len(b["id"]) for b in dl))
+"""
+    r = run_script(code, self.path("d"), self.path("c"))
+    self.assertEqual((r.stdout, r.stderr), ("100\n", ""))
+
+class TestResults(HardCase):
+  def test_byte_order(self):
+    ds = self.rows()
+    for kw in ({}, {"num_workers": 1}, {"tensors": True}, {"tensors": True, "device": "NPY"}):
+      b = next(iter(self.loader(ds, batch_transform=big_endian, **kw)))
+      np.testing.assert_array_equal(b["v"].numpy() if "tensors" in kw else b["v"], b["id"].numpy() if "tensors" in kw else b["id"])
+      if "tensors" in kw: self.assertEqual(b["v"].dtype, dtypes.int64)
+  def test_fields(self):
+    ds = self.rows()
+    a, b = (next(iter(self.loader(ds, batch_transform=fields, num_workers=n)))["v"] for n in (0, 1))
+    self.assertEqual(a.dtype, b.dtype)
+    self.assertEqual(a.tolist(), b.tolist())
+  def test_what_cannot_travel(self):
+    with self.assertRaisesRegex(TypeError, "position 0.*cannot be sent from a worker"):
+      list(self.loader(self.rows(), num_workers=1, transform=cannot_travel))
+  def test_integers_beyond_a_type(self):
+    for n in (0, 1):
+      ds = StreamingDataset(self.path("d")) if n else self.rows()
+      with self.assertRaisesRegex(ValueError, "column 'n' has integers"): list(self.loader(ds, num_workers=n, transform=large_ints))
+  def test_columns_that_come_and_go(self):
+    with self.assertRaisesRegex(UserError, "sample 1 the columns .'id'., and sample 0 .'id', 'z'."):
+      list(self.loader(self.rows(), transform=other_keys))
+  def test_a_second_mask(self):
+    with self.assertRaisesRegex(ValueError, "mask"): list(self.loader(self.rows(), transform=makes_mask, pad_last=True))
+  def test_provenance_beside_a_column_of_that_name(self):
+    with MDSWriter(out=self.path("p"), columns={"_index": "int"}) as w: w.write({"_index": 1})
+    with self.assertRaisesRegex(ValueError, "_index"): StreamingDataset(self.path("p"), provenance=True)
+  def test_ids_beyond_int64(self):
+    with self.assertRaises(IndexError): self.rows().gather(np.array([2**64 - 1], np.uint64))
+
+class TestMoments(HardCase):
+  def test_state_at_the_end_of_an_epoch_of_units(self):
+    for n in "ab": write_rows(self.path(n), 25)
+    for method in ("per_stream", "device_per_stream"):
+      for kw in ({}, {"drop_last": False}, {"pad_last": True}):
+        ds = StreamingDataset(streams=[Stream(self.path(n), name=n) for n in "ab"], batching_method=method, shuffle=True)
+        for _ in (dl := self.loader(ds, 12, **kw)): state = dl.state_dict()
+        (new := self.loader(ds, 12, **kw)).load_state_dict(json.loads(json.dumps(state)))
+        self.assertEqual((list(new), new.epoch), ([], 1))
+        self.assertEqual([b["id"].tolist() for b in new], [b["id"].tolist() for b in dl])
+  def test_states_that_cannot_be(self):
+    dl = self.loader(self.rows())
+    state = dl.state_dict()
+    for bad in ({"epoch": -1}, {"sample_in_epoch": -5}, {"sample_in_epoch": 3.7}, {"sample_in_epoch": 10**6}):
+      with self.assertRaisesRegex(ValueError, "does not have"): dl.load_state_dict(state | bad)
+  def test_an_interrupt_loses_no_batch(self):
+    ds, was = self.rows(), Stats.delivered
+    for at in range(1, 6):
+      calls, got = [], []
+      def delivered(stats, ids, at=at, calls=calls):
+        calls.append(1)
+        if len(calls) == at: raise KeyboardInterrupt
+        return was(stats, ids)
+      dl = self.loader(ds, 20)
+      with mock.patch.object(Stats, "delivered", delivered):
+        while True:
+          try:
+            for b in dl: got += b["id"].tolist()
+            break
+          except KeyboardInterrupt: self.assertEqual(dl.state_dict()["sample_in_epoch"], len(got))
+      self.assertEqual(got, list(range(100)))
+  def test_loaders_started_in_threads(self):
+    self.rows()
+    code = """
+import sys, threading
+from extra.datasets.streaming import StreamingDataLoader, StreamingDataset
+def same(s, rng): return s
+if __name__ == "__main__":
+  got = []
+  def run(fn, method):
+    ds = StreamingDataset(sys.argv[1])
+    with StreamingDataLoader(ds, 10, num_workers=1, tensors=False, transform=fn, method=method) as dl: got.append(len(list(dl)))
+  for method in ("forkserver", "fork"):
+    ts = [threading.Thread(target=run, args=(fn, method)) for fn in (same, None, same, None)]
+    for t in ts: t.start()
+    for t in ts: t.join()
+  print(got, bool(__file__))
+"""
+    r = run_script(code, self.path("d"), PYTHONWARNINGS="ignore")
+    self.assertEqual((r.stdout, r.stderr), (f"{[10] * 8} True\n", ""))
+
+class TestServers(HardCase):
+  def test_close_leaves_nothing_in_the_cache(self):
+    self.rows(1000)
+    with Server(self.path("d")) as s:
+      for workers in (0, 2):
+        ds = StreamingDataset(s.url, self.path("c"), shuffle=True, cache_limit=12000)
+        with self.loader(ds, 50, num_workers=workers) as dl: next(iter(dl))
+        self.assertEqual({n: os.listdir(self.path("c", ".streaming", n)) for n in ("runs", "tmp", "locks")}, {"runs": [], "tmp": [], "locks": []})
+  def test_a_dead_server_is_no_bad_sample(self):
+    self.rows(1000)
+    dead = threading.Event()
+    with Server(self.path("d"), lambda r: Fault(status=503) if dead.is_set() else None) as s:
+      ds = StreamingDataset(s.url, self.path("c"), shuffle=True, on_bad_sample="replace", download_retry=0)
+      dead.set()
+      with self.assertRaisesRegex(RemoteError, "503"): list(self.loader(ds, 50))
+
+class TestArguments(HardCase):
+  def test_dataset(self):
+    self.rows()
+    for name, bad in (("download_retry", -1), ("download_retry", "2"), ("shuffle_block_size", "1k"), ("num_canonical_nodes", 1.5),
+                      ("num_canonical_nodes", 0), ("shuffle_seed", "x"), ("shuffle_seed", None), ("max_bad", -1)):
+      with self.assertRaisesRegex(ValueError, name): StreamingDataset(self.path("d"), **{name: bad})
+  def test_loader(self):
+    ds = self.rows()
+    for bad in (None, float("inf"), -1, 0, "5"):
+      with self.assertRaisesRegex(ValueError, "timeout"): self.loader(ds, timeout=bad)
+  def test_columns_of_an_empty_dataset(self):
+    write_rows(self.path("e"), 0)
+    ds = StreamingDataset(self.path("e"))
+    self.assertEqual(list(self.loader(ds, 1, columns=("id",))), [])
+    self.assertEqual(ds.gather([], columns=["id"]), {})
+
+class TestCheckpointFiles(HardCase):
+  def test_broken(self):
+    for data in (b"", b"\x05\0\0\0\0\0\0\0{bad}", b"\x10\0\0\0\0\0\0\0" + b"x" * 3):
+      with open(self.path("c"), "wb") as f: f.write(data)
+      with self.assertRaisesRegex(ValueError, f"{self.path('c')} is not a whole safetensors file"): load_checkpoint(self.path("c"))
+  def test_nothing_is_left_of_an_attempt(self):
+    with self.assertRaisesRegex(ValueError, "__metadata__"): save_checkpoint(self.path("c"), {"__metadata__": None})
+    class Broken:
+      dtype, shape = dtypes.uint8, (2,)
+      def nbytes(self): return 2
+      def numel(self): raise OSError("the device went away")
+    with self.assertRaisesRegex(OSError, "went away"): save_checkpoint(self.path("c"), {"x": Broken()})
+    self.assertEqual(os.listdir(self.dir), [])
+
+if __name__ == "__main__": unittest.main()
