@@ -314,17 +314,19 @@ class StreamingDataLoader:
     self._coming, self._handed = collections.deque(), collections.deque()
     self._schedule = schedule(self.mix, self.epoch, self.sample, self.batch_size, self.rank, self.ranks, self.drop_last,
                               self.rows if self.pad_last else None, cold=1)
-    if any(store.place is None for store in self.ds.stores):
+    self._cold = any(store.place is None for store in self.ds.stores)
+    if self._cold:
       share = (self.batch_size, self.rank, self.ranks)
       if self.num_workers: self._ahead = RemoteFollower(self.method, self._engine, self.ds, (self.mix.lanes, self.mix.seed), self.mix.unit, share)
-      else: self._ahead = Follower(self.ds, self.mix, *share)  # both start after the first batch, which gets by with parts of shards
+      else: self._ahead = Follower(self.ds, self.mix, *share)
+    # a cold run's first batch comes alone and by parts of shards: the follower and the other batches, which want whole shards, start after it
 
   def _slot_size(self) -> int:
     sizes = [e.size or 64 for e in (self.ds.encodings[c] for c in self.columns or self.ds.encodings if c in self.ds.encodings)]
     return sum(s * self.rows + ALIGN for s in sizes) + (self.rows + ALIGN if self.pad_last else 0)
 
   def _fill(self):
-    while len(self._coming) < self.depth:
+    while len(self._coming) < (1 if self._cold else self.depth):
       self._coming.append(next(self._schedule))
       if self._coming[-1][2] is not None: self._engine.submit(self._coming[-1][2])
 
@@ -340,6 +342,7 @@ class StreamingDataLoader:
       self._handed.append((epoch, sample, job.ids[:job.real], self._hand(slot, layout)))
       self._counts.spent(got - start, time.perf_counter() - got)
     self._coming.popleft()
+    self._cold = False
     self._fill()
 
   def _next(self, current:"Pass") -> Any:
