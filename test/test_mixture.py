@@ -168,7 +168,7 @@ class TestStats(MixtureTestCase):
     url = dl.stats_url
     dl.close()
     del dl
-    self.assertFalse([t for t in threading.enumerate() if t.name.startswith("streaming")])
+    self.assertFalse([t for t in threading.enumerate() if t.name == "streaming-stats"])
     with self.assertRaises(OSError): urllib.request.urlopen(url, timeout=10)
 
   def test_debug_prints_a_line_an_epoch(self):
