@@ -10,7 +10,7 @@ from extra.datasets.streaming.convert import convert
 CIFAR = getenv("CIFAR", "")
 BS, STEPS, WORKERS, EVERY, WIDTH = getenv("BS", 64), getenv("STEPS", 300), getenv("WORKERS", 2), getenv("EVERY", 50), getenv("WIDTH", 16)
 KILL_AT = getenv("KILL_AT", -1)  # die there as by kill -9; run again to go on
-FOLDER = getenv("FOLDER", "/tmp/stream_cifar" if CIFAR else "/tmp/stream_cifar_digits")
+FOLDER = getenv("FOLDER", "data/stream_cifar" if CIFAR else "data/stream_cifar_digits")
 CKPT, REMOTE = getenv("CKPT", f"{FOLDER}/checkpoint.safetensors"), getenv("REMOTE", "")
 SOURCE = CIFAR or os.path.join(os.path.dirname(os.path.abspath(__file__)), "data", "digits.npz")
 PAD, FLIP, CUTMIX = (2, True, 3) if CIFAR else (1, False, 2)  # digits are small, and no digits when mirrored

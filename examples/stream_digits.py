@@ -8,7 +8,7 @@ from extra.datasets.streaming.convert import convert
 
 FASHION, BS, STEPS, WORKERS, EVERY = getenv("FASHION", 0), getenv("BS", 64), getenv("STEPS", 1000), getenv("WORKERS", 2), getenv("EVERY", 100)
 KILL_AT = getenv("KILL_AT", -1)  # die there as by kill -9; run again to go on
-FOLDER = getenv("FOLDER", f"/tmp/stream_{'fashion' if FASHION else 'digits'}")
+FOLDER = getenv("FOLDER", f"data/stream_{'fashion' if FASHION else 'digits'}")
 CKPT = getenv("CKPT", f"{FOLDER}/checkpoint.safetensors")
 SOURCE = "/usr/share/datasets/fashion-mnist" if FASHION else os.path.join(os.path.dirname(os.path.abspath(__file__)), "data", "digits.npz")
 
@@ -22,7 +22,7 @@ class Model:
     return self.l1(self.bn2(self.c2(x)).relu().max_pool2d().flatten(1))
 
 def random_shift(sample:dict, rng:np.random.Generator) -> dict:
-  # runs in the workers, which never see tinygrad; rng belongs to the sample, so it is the same for any WORKERS and after a resume
+  # runs in the workers, which import this script for it; rng belongs to the sample, so it is the same for any WORKERS and after a resume
   dy, dx = rng.integers(-1, 2, 2)
   x = np.pad(sample["image"], ((0, 0), (1, 1), (1, 1)))
   return {"image": x[:, 1 + dy:x.shape[1] - 1 + dy, 1 + dx:x.shape[2] - 1 + dx], "label": sample["label"]}
@@ -37,6 +37,7 @@ def serve(folder:str) -> str:
 
 if __name__ == "__main__":
   if not (remote := getenv("REMOTE", "")):
+    if not os.path.exists(SOURCE): raise SystemExit(f"{SOURCE} is not there: apt-get install dataset-fashion-mnist")
     if not os.path.exists(f"{FOLDER}/data/train/index.json"): convert(SOURCE, f"{FOLDER}/data", val=0 if FASHION else 1/6, shuffle_seed=1)
     remote = serve(f"{FOLDER}/data")
   train = StreamingDataset(remote, f"{FOLDER}/cache/train", split="train", shuffle=True, shuffle_seed=1)
@@ -66,6 +67,7 @@ if __name__ == "__main__":
     loader.load_state_dict(states["loader"])
     start = states["step"]
     print(f"resumed at step {start} from {CKPT} (remove it to start over)")
+    if start >= STEPS: print(f"nothing is left to train: that is all of STEPS={STEPS}")
 
   def batches():
     while True: yield from loader

@@ -10,7 +10,7 @@ def getenv(key:str, default): return type(default)(os.environ.get(key, default))
 
 BS, STEPS, WORKERS, EVERY = getenv("BS", 64), getenv("STEPS", 500), getenv("WORKERS", 2), getenv("EVERY", 50)
 KILL_AT = getenv("KILL_AT", -1)  # die there as by kill -9; run again to go on
-FOLDER = getenv("FOLDER", "/tmp/stream_jax")
+FOLDER = getenv("FOLDER", "data/stream_jax")
 CKPT, REMOTE = getenv("CKPT", f"{FOLDER}/checkpoint.npz"), getenv("REMOTE", "")
 SOURCE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "data", "digits.npz")
 

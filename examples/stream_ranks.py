@@ -10,7 +10,7 @@ from extra.datasets.streaming.convert import convert
 
 BS, STEPS, WORKERS, EVERY = getenv("BS", 64), getenv("STEPS", 300), getenv("WORKERS", 0), getenv("EVERY", 50)
 KILL_AT, KILL_RANK = getenv("KILL_AT", -1), getenv("KILL_RANK", 0)  # that rank dies there as by kill -9; run again to go on
-FOLDER = getenv("FOLDER", "/tmp/stream_ranks")
+FOLDER = getenv("FOLDER", "data/stream_ranks")
 CKPT, REMOTE = getenv("CKPT", f"{FOLDER}/checkpoint.safetensors"), getenv("REMOTE", "")
 SOURCE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "data", "digits.npz")
 

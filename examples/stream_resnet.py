@@ -11,7 +11,7 @@ from extra.datasets.streaming.convert import convert
 IMAGES, SIZE, WIDTH, STAGES = getenv("IMAGES", ""), getenv("SIZE", 32), getenv("WIDTH", 16), [int(n) for n in getenv("STAGES", "1,1").split(",")]
 BS, STEPS, WORKERS, EVERY = getenv("BS", 32), getenv("STEPS", 200), getenv("WORKERS", 2), getenv("EVERY", 50)
 KILL_AT = getenv("KILL_AT", -1)  # die there as by kill -9; run again to go on
-FOLDER = getenv("FOLDER", "/tmp/stream_resnet" if IMAGES else "/tmp/stream_resnet_shapes")
+FOLDER = getenv("FOLDER", "data/stream_resnet" if IMAGES else "data/stream_resnet_shapes")
 CKPT, REMOTE = getenv("CKPT", f"{FOLDER}/checkpoint.safetensors"), getenv("REMOTE", "")
 
 class Block:
