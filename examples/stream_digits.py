@@ -47,7 +47,7 @@ if __name__ == "__main__":
 
   Tensor.manual_seed(1337)
   model = Model(X_test.shape[-1])
-  opt = nn.optim.Adam(nn.state.get_parameters(model))
+  opt = nn.optim.AdamW(nn.state.get_parameters(model), lr=2e-3, weight_decay=0.05)
   loader = StreamingDataLoader(train, BS, columns=("image", "label"), transform=random_shift, num_workers=WORKERS)
 
   @TinyJit
