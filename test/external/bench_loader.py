@@ -98,14 +98,15 @@ def bench_peers(folder:str):
   try: import streaming
   except ImportError: print("MosaicML Streaming is not installed: no comparison")
   else:
+    from torch.utils.data import DataLoader
     for name in ("rows", "bytes", "tokens"):
-      from torch.utils.data import DataLoader
       streaming.base.util.clean_stale_shared_memory()
-      ds = streaming.StreamingDataset(local=f"{folder}/{name}", shuffle=True, batch_size=256)
+      ds = streaming.StreamingDataset(remote=f"{folder}/{name}", local=f"{folder}/cache-{name}", shuffle=True, batch_size=256)
       n = min(len(ds), 20_000)
-      t = time.perf_counter()
-      for i, b in enumerate(DataLoader(ds, batch_size=256, num_workers=0)):
-        if (i + 1) * 256 >= n: break
+      for _ in range(2):  # the first pass copies the shards
+        t = time.perf_counter()
+        for i, _ in enumerate(DataLoader(ds, batch_size=256)):
+          if (i + 1) * 256 >= n: break
       print(f"MosaicML Streaming, {name}, batch 256, 0 workers {n / (time.perf_counter() - t):12,.0f} samples/s")
 
 if __name__ == "__main__":
@@ -119,4 +120,4 @@ if __name__ == "__main__":
     bench_loader(folder, not args.no_tensors)
     bench_transform(folder)
     bench_peers(folder)
-  finally: shutil.rmtree(folder)
+  finally: shutil.rmtree(folder, ignore_errors=True)
