@@ -1,5 +1,5 @@
 """What a training run meets sooner or later: full pipes, odd results, interrupts at any moment, servers that die."""
-import json, os, resource, threading, unittest
+import gc, json, os, resource, threading, unittest
 from unittest import mock
 import numpy as np
 from tinygrad import dtypes
@@ -7,7 +7,7 @@ from extra.datasets.streaming import MDSWriter, Stream, StreamingDataLoader, Str
 from extra.datasets.streaming.loader import UserError
 from extra.datasets.streaming.remote import RemoteError
 from extra.datasets.streaming.stats import Stats
-from helpers import TempDirTestCase, run_script, write_rows
+from helpers import TempDirTestCase, children, run_script, write_rows
 from servers import Fault, Server
 
 def big_endian(batch, rng): return {"v": batch["id"].astype(">i8"), "id": batch["id"]}
@@ -134,6 +134,19 @@ class TestServers(HardCase):
         ds = StreamingDataset(s.url, self.path("c"), shuffle=True, cache_limit=12000)
         with self.loader(ds, 50, num_workers=workers) as dl: next(iter(dl))
         self.assertEqual({n: os.listdir(self.path("c", ".streaming", n)) for n in ("runs", "tmp", "locks")}, {"runs": [], "tmp": [], "locks": []})
+  def test_dropped_in_mid_epoch(self):
+    self.rows(1000)
+    with Server(self.path("d")) as s:
+      def use(workers:int):
+        dl = StreamingDataLoader(StreamingDataset(s.url, self.path("c"), shuffle=True), 50, num_workers=workers, tensors=False, world=World())
+        for _ in dl:
+          if dl.sample >= 100: break
+      def alive() -> tuple: return len(children()), sorted(t.name for t in threading.enumerate() if t.name.startswith("streaming-"))
+      use(1)
+      before = alive()
+      for i in range(6): use((0, 2)[i % 2])
+      gc.collect()
+      self.assertEqual(alive(), before)
   def test_a_dead_server_is_no_bad_sample(self):
     self.rows(1000)
     dead = threading.Event()

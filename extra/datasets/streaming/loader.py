@@ -230,6 +230,12 @@ def schedule(mix:Mix, epoch:int, start:int, size:int, rank:int, ranks:int, drop_
     yield epoch + 1, 0, None
     epoch, start = epoch + 1, 0
 
+def close_all(parts:list, ds:StreamingDataset):
+  with uninterrupted():
+    if parts:
+      while parts: parts.pop(0).close()
+      ds.sweep()
+
 class StreamingDataLoader:
   """
   Batches of a StreamingDataset, as Tensors, in the one order that seed, epoch and position give.
@@ -279,6 +285,8 @@ class StreamingDataLoader:
     if self.columns is not None and transform is batch_transform is collate is None: ds.check_columns(self.columns)
     self.depth = prefetch if prefetch is not None else max(2, 2 * self.num_workers)
     self._user, self._engine, self._ahead = (transform, batch_transform, collate), None, None
+    self._parts:list[Any] = []  # what close() closes, and the end of a loader that nobody closed
+    weakref.finalize(self, close_all, self._parts, ds)
     self._counts = Stats(self)
     self.mix = self._order()
     self._move(0, 0)
@@ -311,6 +319,7 @@ class StreamingDataLoader:
           raise TypeError(f"{name}={fn!r} cannot be sent to worker processes ({e}): define it at the top of a module, "
                           'or use num_workers=0 or method="fork"') from None
       raise
+    self._parts.append(self._engine)
     self._coming, self._handed = collections.deque(), collections.deque()
     self._schedule = schedule(self.mix, self.epoch, self.sample, self.batch_size, self.rank, self.ranks, self.drop_last,
                               self.rows if self.pad_last else None, cold=1)
@@ -319,6 +328,7 @@ class StreamingDataLoader:
       share = (self.batch_size, self.rank, self.ranks)
       if self.num_workers: self._ahead = RemoteFollower(self.method, self._engine, self.ds, (self.mix.lanes, self.mix.seed), self.mix.unit, share)
       else: self._ahead = Follower(self.ds, self.mix, *share)
+      self._parts.append(self._ahead)
     # a cold run's first batch comes alone and by parts of shards: the follower and the other batches, which want whole shards, start after it
 
   def _slot_size(self) -> int:
@@ -427,13 +437,9 @@ class StreamingDataLoader:
 
   def close(self):
     """Stop the workers. The position stays: another pass goes on from there."""
-    if self._engine is None: return
-    with uninterrupted():
-      self._counts.keep(self._engine)
-      for part in (self._engine, self._ahead):
-        if part is not None: part.close()
-      self._engine = self._ahead = None
-      if self.num_workers: self.ds.sweep()
+    if self._engine is not None: self._counts.keep(self._engine)
+    close_all(self._parts, self.ds)
+    self._engine = self._ahead = None
   def stats(self) -> dict[str, Any]:
     """What the loader did since it was made, see `stats.Stats`."""
     return self._counts.get()
