@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Callable, Iterator
 from urllib.parse import quote, unquote
 import numpy as np
-from .format import INDEXES, File, FormatError, Index, Shard, decompress, hasher, verify
+from .format import INDEXES, File, FormatError, Index, Shard, decompress, hasher, verify, size_of
 from .remote import NoRanges, Remote, RemoteError, cancel
 
 META, DEBUG = ".streaming", int(os.getenv("DEBUG", "0"))
@@ -40,10 +40,8 @@ def parse_limit(limit:int|str|None) -> tuple[int, float]:
   if limit is None: return UNLIMITED
   if isinstance(limit, str) and (m := re.fullmatch(r"(\d+(?:\.\d+)?)\s*%\s*free", limit.strip().lower())) and float(m[1]) < 100:
     return NEVER, float(m[1]) / 100
-  if isinstance(limit, str) and (m := re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)i?b?", limit.strip().lower())):
-    limit = int(float(m[1]) * 1024 ** " kmgt".index(m[2] or " "))
-  if type(limit) is not int or limit <= 0: raise ValueError(f"cache_limit={limit!r}: give bytes, a size such as '10gb', or '10%free'")
-  return limit, 0.0
+  if type(n := size_of(limit)) is not int or n <= 0: raise ValueError(f"cache_limit={limit!r}: give bytes, a size such as '10gb', or '10%free'")
+  return n, 0.0
 
 @contextlib.contextmanager
 def locked(path:str, wait:bool=True, keep:bool=False) -> Iterator[bool]:

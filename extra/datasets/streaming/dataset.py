@@ -203,7 +203,7 @@ class StreamingDataset:
       i = int(at)
       if i < 0: i += len(self)
       if not 0 <= i < len(self): raise IndexError(f"sample {at} of a dataset of {len(self)}")
-      number = bisect.bisect_right(self.offsets, i) - 1
+      number = self.shard_of(i)
       row = i - int(self.offsets[number])
       if (shard := self._mapped.get(number)) is None: shard = self._shards([number], lambda _: np.array([row]))[0]
       sample = shard.sample(row, self.columns, self.decode, self.allow_unsafe_types)
@@ -253,7 +253,7 @@ class StreamingDataset:
 
   def other(self, i:int, *key:int) -> int:
     """Another sample of the stream of sample `i`, drawn by `key`."""
-    stream = bisect.bisect_right(self.first_shard, bisect.bisect_right(self.offsets, i) - 1) - 1
+    stream = bisect.bisect_right(self.first_shard, self.shard_of(i)) - 1
     start, stop = (int(self.offsets[self.first_shard[s]]) for s in (stream, stream + 1))
     return start + (i - start + 1 + int(hash64(*key)) % max(1, stop - start - 1)) % (stop - start)
 

@@ -18,6 +18,11 @@ def need(module:str, extra:str, package:str=""):
   try: return __import__(module)
   except ImportError as e: raise ImportError(f"{module} is not installed: install the extra [{extra}], or pip install {package or module}") from e
 
+def size_of(x:Any) -> Any:
+  """The bytes that a text such as "100kb", "64mb" or "1.5gb" means (units of 1024); anything else comes back as it is."""
+  m = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)i?b?", x.strip().lower()) if isinstance(x, str) else None
+  return x if m is None else int(float(m[1]) * 1024 ** " kmgt".index(m[2] or " "))
+
 # *** hashes and codecs ***
 
 HASHES = ("blake2b", "blake2s", "md5", "sha1", "sha224", "sha256", "sha384", "sha512", "sha3_224", "sha3_256", "sha3_384", "sha3_512",

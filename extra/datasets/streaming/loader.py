@@ -161,13 +161,13 @@ def stack(name:str, values:list, new:Callable) -> np.ndarray|list:
 class Follower:
   """Has the shards that a rank comes to fetched before they are read."""
   def __init__(self, ds:StreamingDataset, mix:Mix, batch_size:int, rank:int, ranks:int):
-    self.ds, self.mix, self.share, self.epoch, self.fetcher = ds, mix, (batch_size, rank, ranks), None, Fetcher(ds.stores)
+    self.ds, self.mix, self.share, self.fetcher = ds, mix, (batch_size, rank, ranks), Fetcher(ds.stores)
+    self.epoch:int|None = None  # whose pieces were told last, with those of the next, `then`
   def go(self, epoch:int, position:int):
     if epoch != self.epoch:
-      length = self.mix.plan(epoch).length
-      then = self.pieces(epoch + 1)
-      then[1:3] += length
-      shard, lo, hi, count = np.concatenate([self.pieces(epoch), then], axis=1)
+      now = self.then if self.epoch == epoch - 1 else self.pieces(epoch)
+      self.then = self.pieces(epoch + 1)
+      shard, lo, hi, count = np.concatenate([now, self.then + np.array([[0], [1], [1], [0]]) * self.mix.plan(epoch).length], axis=1)
       store = np.searchsorted(self.ds.first_shard, shard, "right") - 1
       self.fetcher.feed(store, shard - np.array(self.ds.first_shard)[store], lo, hi, count, position)
       self.epoch = epoch
@@ -320,6 +320,7 @@ class StreamingDataLoader:
                           'or use num_workers=0 or method="fork"') from None
       raise
     self._parts.append(self._engine)
+    self._to = self._devices() if self.tensors else None
     self._coming, self._handed = collections.deque(), collections.deque()
     self._schedule = schedule(self.mix, self.epoch, self.sample, self.batch_size, self.rank, self.ranks, self.drop_last,
                               self.rows if self.pad_last else None, cold=1)
@@ -364,7 +365,7 @@ class StreamingDataLoader:
       if not self._handed: self._advance()
       epoch, sample, ids, values = self._handed.popleft()
       # what is copied to a device is copied a step early, so that the copy overlaps the step
-      if self._copies() and not self._handed and self._coming[0][2] is not None and self._engine.ready(): self._advance()
+      if self._to not in (None, "CPU", "NPY") and not self._handed and self._coming[0][2] is not None and self._engine.ready(): self._advance()
       if self._ahead is not None: self._ahead.go(epoch, sample)
       self._counts.delivered(ids)
       if values is None:
@@ -378,10 +379,9 @@ class StreamingDataLoader:
     if values is None: raise StopIteration
     return values
 
-  def _copies(self) -> bool:
-    if not self.tensors: return False
+  def _devices(self) -> str|tuple[str, ...]:
     from tinygrad import Device
-    return isinstance(self.device, (tuple, list)) or Device.canonicalize(self.device) not in ("CPU", "NPY")
+    return tuple(map(Device.canonicalize, self.device)) if isinstance(self.device, (tuple, list)) else Device.canonicalize(self.device)
 
   def _hand(self, slot:Slot, layout:list[tuple]) -> dict[str, Any]:
     """Wrap a batch where it lies. The slot goes back when nothing made here is alive."""
@@ -407,8 +407,7 @@ class StreamingDataLoader:
     from tinygrad import Device, Tensor, dtypes
     dtype = dtypes.bfloat16 if bfloat16 else getattr(dtypes, a.dtype.name, None)
     if dtype is None: raise TypeError(f"column {name!r} is {a.dtype}, which no Tensor can hold: change it in transform=, or use tensors=False")
-    if isinstance(self.device, (tuple, list)): device = tuple(Device.canonicalize(d) for d in self.device)
-    else: device = Device.canonicalize(self.device)
+    device = self._to
     if a.size == 0: return Tensor.empty(*a.shape, dtype=dtype, device=device), None
     if device == "CPU":
       t = Tensor.from_blob(a.ctypes.data, a.shape, dtype=dtype, device="CPU")

@@ -5,6 +5,7 @@ from fractions import Fraction
 from typing import Any, Iterator, NamedTuple, Sequence
 import numpy as np
 from .partition import interleave, rank_slice
+from .remote import redact
 from .shuffle import ALGOS, Order, default_block, hash64, permute
 
 ORDER_VERSION = 1
@@ -60,7 +61,7 @@ class Stream:
     self.storage_options, self.headers, self.auth, self.download_retry = storage_options, headers, auth, download_retry
     self.download_timeout, self.validate_hash, self.keep_zip = download_timeout, validate_hash, keep_zip
     # without the user, password and query of a URL: they are secrets, and signed URLs change
-    where = re.sub(r"(?<=://)[^/@]*@", "", str(local if remote is None else remote)).split("?")[0].rstrip("/")
+    where = redact(str(local if remote is None else remote)).rstrip("/")
     self.name = name if name is not None else where + (f"/{split}" if split else "")
     given = [k for k in ("proportion", "repeat", "choose") if getattr(self, k) is not None]
     if len(given) > 1: raise ValueError(f"stream {self.name}: {' and '.join(given)} are given, one at most can be")

@@ -5,7 +5,8 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Iterable
 import numpy as np
-from .format import (CAP, INDEXES, TEXT, FormatError, Index, Schema, _inside, cast, codec, compress, digests, encoding, hasher, strided, typed)
+from .format import (CAP, INDEXES, TEXT, FormatError, Index, Schema, _inside, cast, codec, compress, digests, encoding, hasher, size_of, strided,
+                     typed)
 
 BLOCK = 1 << 22  # rows gather in memory up to this size before they go to the shard's file
 SHARD_NAME = re.compile(r"(?P<stem>shard\.(?P<number>\d{5,})\.(?:mds|json|csv|tsv|xsv))(?:\.meta)?(?:\.(?:br|bz2|gz|snappy|zstd))?")
@@ -13,10 +14,8 @@ SHARD_NAME = re.compile(r"(?P<stem>shard\.(?P<number>\d{5,})\.(?:mds|json|csv|ts
 def parse_size(size:int|str|None) -> int|None:
   """Bytes of 1000, "100kb", "64mb" or "1.5gb" (units of 1024); None is no limit. Raises ValueError."""
   if size is None: return None
-  if isinstance(size, str) and (m := re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)i?b?", size.strip().lower())):
-    size = int(float(m[1]) * 1024 ** " kmgt".index(m[2] or " "))
-  if type(size) is not int or not 0 < size <= CAP: raise ValueError(f"size limit {size!r}: give 1 byte to just under 4gb")
-  return size
+  if type(n := size_of(size)) is not int or not 0 < n <= CAP: raise ValueError(f"size limit {size!r}: give 1 byte to just under 4gb")
+  return n
 
 def write_atomic(path:str, data:bytes):
   """Put a file in place whole or not at all."""
