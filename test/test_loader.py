@@ -1,8 +1,9 @@
-import contextlib, json, os, select, signal, subprocess, sys, time, traceback, unittest, warnings
+import contextlib, json, os, select, signal, subprocess, sys, threading, time, traceback, unittest, warnings
 from unittest import mock
 import numpy as np
 from extra.datasets.streaming import MDSWriter, StreamingDataLoader, StreamingDataset, World
 from extra.datasets.streaming.loader import UserError
+from extra.datasets.streaming.mix import Plan
 from extra.datasets.streaming.pool import Ring
 from helpers import ROOT, TempDirTestCase, children, held, run_script, write_rows
 
@@ -43,7 +44,7 @@ class LoaderTestCase(TempDirTestCase):
     dl = StreamingDataLoader(self.ds, batch_size, **{"tensors": False, "world": World(), **kw})
     self.addCleanup(dl.close)
     return dl
-  def order(self, epoch:int) -> list[int]: return self.ds.sample_ids(epoch, 0, N).tolist()
+  def order(self, epoch:int) -> list[int]: return self.ds.sample_ids(epoch, 0, len(self.ds)).tolist()
 
 class TestBatches(LoaderTestCase):
   def test_order_and_values(self):
@@ -64,6 +65,19 @@ class TestBatches(LoaderTestCase):
   def test_one_lane_keeps_the_order(self):
     self.ds = StreamingDataset(self.path("d"), shuffle=True, num_canonical_nodes=1)
     self.assertEqual(sum(ids_of(self.loader(drop_last=False)), []), self.order(0))
+
+  def test_the_next_epochs_order_is_made_aside(self):
+    # a plan of 10^9 samples takes tens of milliseconds, which the loop would wait for between epochs
+    write_rows(self.path("many"), 20_000, size=1, size_limit=100_000)
+    self.ds, made, init = StreamingDataset(self.path("many"), shuffle=True), [], Plan.__init__
+    def planned(plan, mix, epoch, *args):
+      made.append((epoch, threading.current_thread() is threading.main_thread()))
+      init(plan, mix, epoch, *args)
+    order = [self.order(e) for e in range(3)]
+    with mock.patch.object(Plan, "__init__", planned):
+      dl = self.loader(1000)
+      for epoch in range(3): self.assertEqual(sum(ids_of(dl), []), order[epoch])
+    self.assertEqual(made[:3], [(0, True), (1, False), (2, False)])
 
   def test_ends(self):
     for kw, rows, n in (({}, 10, 10), ({"drop_last": False}, 3, 11), ({"pad_last": True}, 10, 11)):

@@ -1,5 +1,6 @@
 """Batches of a dataset, as Tensors, in order: jobs for the workers, the hand-off and the state of a run."""
 import collections, ctypes, importlib, multiprocessing, pickle, select, time, warnings, weakref
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Callable, Iterator, NamedTuple
 import numpy as np
 from .cache import Fetcher
@@ -160,8 +161,9 @@ def stack(name:str, values:list, new:Callable) -> np.ndarray|list:
 
 class Follower:
   """Has the shards that a rank comes to fetched before they are read."""
-  def __init__(self, ds:StreamingDataset, mix:Mix, batch_size:int, rank:int, ranks:int):
-    self.ds, self.mix, self.share, self.fetcher = ds, mix, (batch_size, rank, ranks), Fetcher(ds.stores)
+  def __init__(self, ds:StreamingDataset, lanes:int, seed:int, unit:int, share:tuple[int, int, int]):
+    self.ds, self.mix, self.share, self.fetcher = ds, ds.mix(lanes, seed), share, Fetcher(ds.stores)
+    self.mix.unit = unit
     self.epoch:int|None = None  # whose pieces were told last, with those of the next, `then`
   def go(self, epoch:int, position:int):
     if epoch != self.epoch:
@@ -183,15 +185,14 @@ class Follower:
   def close(self): self.fetcher.close()
 
 def follow_main(conn, payload, number:int, ring:Inherited):
-  (ds, order, unit, share), counts = load(payload), board(map_fd(ring.fd, 8 * COUNTS * (number + 1), 0, write=True))[number]
-  (mix := ds.mix(*order)).unit = unit
-  follower = Follower(ds, mix, *share)
+  counts = board(map_fd(ring.fd, 8 * COUNTS * (number + 1), 0, write=True))[number]
+  follower = Follower(*load(payload))
   try:
     while True:
       at = conn.recv()
       while conn.poll(): at = conn.recv()
       follower.go(*at)
-      counts[:5] = ds.counts()
+      counts[:5] = follower.ds.counts()
   finally: follower.close()
 
 class RemoteFollower:
@@ -211,15 +212,24 @@ class RemoteFollower:
 
 # *** the loader ***
 
+def aside(fn:Callable, *args) -> Future:
+  """fn(*args) in a thread that ends with it."""
+  pool = ThreadPoolExecutor(1, "streaming-aside")
+  try: return pool.submit(fn, *args)
+  finally: pool.shutdown(wait=False)
+
 def schedule(mix:Mix, epoch:int, start:int, size:int, rank:int, ranks:int, drop_last:bool, rows:int|None,
              cold:int) -> Iterator[tuple[int, int, Job|None]]:
   """(epoch, position after the batch, job) from a position on, for ever; a job of None ends an epoch. Short batches are padded to `rows`."""
+  coming:Future|None = None
   while True:
-    plan, length = mix.plan(epoch), mix.length(epoch, whole=drop_last)
+    plan, length = mix.plan(epoch) if coming is None else coming.result(), mix.length(epoch, whole=drop_last)
+    coming = None
     sparse = 2 * length < sum(mix.total)
     n = batches(length, start, size, drop_last)
     chunk = max(1, 16384 // size)  # ids of several batches at a time: half the cost of small windows is fixed
     for b in range(0, n, chunk):
+      if b and coming is None: coming = aside(mix.prepare, epoch + 1)  # else the loop waits for it between epochs
       starts = range(start + b * size, start + min(b + chunk, n) * size, size)
       real = [plan.slice(a, min(a + size, length), rank, ranks) for a in starts]
       pos = real if rows is None else [x if len(x) == rows else np.resize(x if len(x) else a, rows) for x, a in zip(real, starts)]
@@ -326,9 +336,8 @@ class StreamingDataLoader:
                               self.rows if self.pad_last else None, cold=1)
     self._cold = any(store.place is None for store in self.ds.stores)
     if self._cold:
-      share = (self.batch_size, self.rank, self.ranks)
-      if self.num_workers: self._ahead = RemoteFollower(self.method, self._engine, self.ds, (self.mix.lanes, self.mix.seed), self.mix.unit, share)
-      else: self._ahead = Follower(self.ds, self.mix, *share)
+      follow = (self.ds, self.mix.lanes, self.mix.seed, self.mix.unit, (self.batch_size, self.rank, self.ranks))
+      self._ahead = RemoteFollower(self.method, self._engine, *follow) if self.num_workers else Follower(*follow)
       self._parts.append(self._ahead)
     # a cold run's first batch comes alone and by parts of shards: the follower and the other batches, which want whole shards, start after it
 

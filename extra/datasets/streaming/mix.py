@@ -265,6 +265,11 @@ class Mix:
       self._plans = {**dict(list(self._plans.items())[-1:]), epoch: plan}
     return self._plans[epoch]
 
+  def prepare(self, epoch:int) -> Plan|Blend:
+    """plan(), which has then worked out what its first samples need."""
+    (plan := self.plan(epoch)).ids(np.arange(min(2, plan.length)))
+    return plan
+
   # *** what a loader settles, and what it saves ***
 
   def unit_of(self, batch:int, ranks:int) -> int:
