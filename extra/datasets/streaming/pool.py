@@ -1,7 +1,7 @@
 """Workers that make batches, and the memory they make them in: nothing here knows what a batch is."""
-import collections, contextlib, ctypes, faulthandler, mmap, multiprocessing, os, pickle, queue, select, signal, sys, tempfile, threading, time
+import collections, contextlib, ctypes, faulthandler, math, mmap, multiprocessing, os, pickle, queue, select, signal, sys, tempfile, threading, time
 import traceback, weakref
-from multiprocessing import reduction, resource_tracker
+from multiprocessing import reduction, resource_tracker, spawn
 from multiprocessing.connection import wait
 from typing import Any, Callable
 import numpy as np
@@ -68,7 +68,7 @@ class Carver:
   """Cuts arrays out of a slot. It goes on past the end, in memory of its own, to learn what the whole batch needs."""
   def __init__(self, mem:np.ndarray): self.mem, self.used = mem, 0
   def __call__(self, shape:tuple[int, ...], dtype) -> np.ndarray:
-    nbytes = (dtype := np.dtype(dtype)).itemsize * int(np.prod(shape, dtype=np.int64))
+    nbytes = (dtype := np.dtype(dtype)).itemsize * math.prod(shape)
     offset, self.used = self.used, self.used + -(-nbytes // ALIGN) * ALIGN
     if self.used > len(self.mem): return np.empty(shape, dtype)
     return np.ndarray(shape, dtype, self.mem, offset)
@@ -110,14 +110,15 @@ _starting = threading.Lock()
 def quiet_start(need_main:bool):
   """Start children so that they neither run the user's script again (spawn imports __main__) nor see Ctrl-C before they ignore it."""
   resource_tracker.ensure_running()  # started later, it would let Ctrl-C in again
+  me = threading.get_ident()
+  def without_main(name:str) -> dict[str, Any]:
+    return {k: v for k, v in prepare(name).items() if threading.get_ident() != me or not k.startswith("init_main")}
   with _starting, uninterrupted():
-    main, missing = sys.modules.get("__main__"), object()
-    saved = {} if need_main or main is None else {k: getattr(main, k, missing) for k in ("__file__", "__spec__")}
+    prepare = spawn.get_preparation_data
     try:
-      for k in saved: setattr(main, k, None)
+      if not need_main: spawn.get_preparation_data = without_main
       yield
-    finally:
-      for k, v in saved.items(): delattr(main, k) if v is missing else setattr(main, k, v)
+    finally: spawn.get_preparation_data = prepare
 
 class Inherited:
   """A descriptor that goes to a child process with the arguments of its start."""
