@@ -29,8 +29,8 @@ class Kinds:
         self.assertTrue(self.remote.exists(name))
         self.assertEqual(self.remote.size(name), len(DATA))
         self.assertEqual(self.remote.read(name), DATA)
-        self.assertEqual(self.remote.read_range(name, 1000, 3000), DATA[1000:3000])
-        self.assertEqual(self.remote.read_range(name, 5, 5), b"")
+        self.assertEqual(self.remote.read_range(name, 1000, 3000, len(DATA)), DATA[1000:3000])
+        self.assertEqual(self.remote.read_range(name, 5, 5, len(DATA)), b"")
         self.remote.get(name, self.path("out"), len(DATA))
         with open(self.path("out"), "rb") as f: self.assertEqual(f.read(), DATA)
   def test_delete(self):
@@ -43,7 +43,7 @@ class Kinds:
     self.remote.get("none", self.path("out"), 0)
     self.assertEqual((self.remote.read("none"), os.path.getsize(self.path("out"))), (b"", 0))
   def test_missing(self):
-    for call in (lambda: self.remote.read("nope"), lambda: self.remote.size("nope"), lambda: self.remote.read_range("nope", 0, 1),
+    for call in (lambda: self.remote.read("nope"), lambda: self.remote.size("nope"), lambda: self.remote.read_range("nope", 0, 1, 2),
                  lambda: self.remote.get("nope", self.path("out"))):
       with self.assertRaisesRegex(RemoteError, "nope") as e: call()
       self.assertEqual(e.exception.status, 404)
@@ -239,17 +239,17 @@ class TestHTTP(Kinds, DataCase):
       with self.subTest(name):
         self.server.reset_counts()
         self.always(fault)
-        with self.assertRaises(NoRanges): self.remote.read_range("x", 10, 20)
+        with self.assertRaises(NoRanges): self.remote.read_range("x", 10, 20, len(DATA))
         self.assertEqual(self.server.hits["/x"], 1)
     for name, fault in {"shifted": Fault(shift=3), "no Content-Range": Fault(headers={"Content-Range": ""}), "short": Fault(short=4)}.items():
       with self.subTest(name):
         self.server.reset_counts()
         self.once(fault)
-        self.assertEqual(self.remote.read_range("x", 10, 20), DATA[10:20])
+        self.assertEqual(self.remote.read_range("x", 10, 20, len(DATA)), DATA[10:20])
         self.always(fault)
-        with self.assertRaisesRegex(RemoteError, r"\(2 attempts\)"): self.remote.read_range("x", 10, 20)
+        with self.assertRaisesRegex(RemoteError, r"\(2 attempts\)"): self.remote.read_range("x", 10, 20, len(DATA))
     self.server.fault = None
-    with self.assertRaises(RemoteError): self.remote.read_range("x", len(DATA), len(DATA) + 5)
+    with self.assertRaises(RemoteError): self.remote.read_range("x", len(DATA), len(DATA) + 5, len(DATA))
 
   def test_redirect(self):
     self.put()

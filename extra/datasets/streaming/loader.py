@@ -1,5 +1,5 @@
 """Batches of a dataset, as Tensors, in order: jobs for the workers, the hand-off and the state of a run."""
-import collections, ctypes, functools, importlib, multiprocessing, pickle, select, time, warnings, weakref
+import collections, contextlib, ctypes, functools, importlib, multiprocessing, pickle, select, time, warnings, weakref
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Callable, Iterator, NamedTuple
 import numpy as np
@@ -310,7 +310,7 @@ class StreamingDataLoader:
     if pad_last and "mask" in ds.encodings: raise ValueError("pad_last adds a column named mask, and the dataset has one")
     if self.columns is not None and transform is batch_transform is collate is None: ds.check_columns(self.columns)
     self.depth = prefetch if prefetch is not None else max(2, 2 * self.num_workers)
-    self._user, self._engine, self._ahead = (transform, batch_transform, collate), None, None
+    self._user, self._engine, self._ahead, self._rest = (transform, batch_transform, collate), None, None, None
     self._parts:list[Any] = []  # what close() closes, and the end of a loader that nobody closed
     weakref.finalize(self, close_all, self._parts, ds)
     self._counts = Stats(self)
@@ -332,12 +332,23 @@ class StreamingDataLoader:
     self.epoch, self.sample, self.start, self._pass = epoch, sample, sample, None
 
   def _start(self):
+    self._to = self._devices() if self.tensors else None
+    self._coming, self._handed = collections.deque(), collections.deque()
+    self._schedule = schedule(self.mix, self.epoch, self.sample, self.batch_size, self.rank, self.ranks, self.drop_last,
+                              self.rows if self.pad_last else None, cold=1)
+    # a cold run's first batch comes alone and by parts of shards, here where no user's function is to run elsewhere: what takes longer, the processes
+    # and whole shards, comes after it
+    self._cold = any(store.place is None for store in self.ds.stores)
+    here = self.num_workers == 0 or self._cold and self.method != "fork" and not any(self._user)
+    self._engine = self._open(0 if here else self.num_workers)
+
+  def _open(self, workers:int) -> Engine:
     direct = self.num_workers == 0 and not self.tensors
     work = Work(self.ds, self.columns, *self._user, self.mix.seed, self.pad_last, direct)
     if self.method == "forkserver":  # it imports once for all processes to come, if it does not run yet
       multiprocessing.set_forkserver_preload([__name__, *(["requests"] if any(s.remote.kind == "http" for s in self.ds.stores) else [])])
     if self.method == "fork": importlib.import_module("numpy.ma")  # else numpy does in its time, and its lock held at the fork stays held
-    try: self._engine = Engine(work, self.num_workers, self.method, self.timeout, 0 if direct else self._slot_size())
+    try: engine = Engine(work, workers, self.method, self.timeout, 0 if direct else self._slot_size())
     except (pickle.PicklingError, AttributeError, TypeError) as e:
       for name, fn in zip(("transform", "batch_transform", "collate"), self._user):
         try: pickle.dumps(fn)
@@ -345,17 +356,23 @@ class StreamingDataLoader:
           raise TypeError(f"{name}={fn!r} cannot be sent to worker processes ({e}): define it at the top of a module, "
                           'or use num_workers=0 or method="fork"') from None
       raise
-    self._parts.append(self._engine)
-    self._to = self._devices() if self.tensors else None
-    self._coming, self._handed = collections.deque(), collections.deque()
-    self._schedule = schedule(self.mix, self.epoch, self.sample, self.batch_size, self.rank, self.ranks, self.drop_last,
-                              self.rows if self.pad_last else None, cold=1)
-    self._cold = any(store.place is None for store in self.ds.stores)
-    if self._cold:
-      follow = (self.ds, self.mix.lanes, self.mix.seed, self.mix.unit, (self.batch_size, self.rank, self.ranks))
-      self._ahead = RemoteFollower(self.method, self._engine, *follow) if self.num_workers else Follower(*follow)
-      self._parts.append(self._ahead)
-    # a cold run's first batch comes alone and by parts of shards: the follower and the other batches, which want whole shards, start after it
+    self._parts.append(engine)
+    return engine
+
+  def _go_on(self, epoch:int, sample:int) -> tuple[Engine, Follower|RemoteFollower]:
+    """What follows a cold run's first batch: the workers, and fetching ahead from where that left the run."""
+    engine = self._engine if self.num_workers == 0 or self.method == "fork" or any(self._user) else self._open(self.num_workers)
+    args = (self.ds, self.mix.lanes, self.mix.seed, self.mix.unit, (self.batch_size, self.rank, self.ranks))
+    self._parts.append(ahead := RemoteFollower(self.method, engine, *args) if self.num_workers else Follower(*args))
+    ahead.go(epoch, sample)
+    return engine, ahead
+
+  def _settle(self):
+    first, (self._engine, self._ahead), self._rest = self._engine, self._rest(), None
+    if self._engine is not first:
+      self._counts.keep(first)
+      self._parts.remove(first)
+      first.close()
 
   def _slot_size(self) -> int:
     sizes = [e.size or 64 for e in (self.ds.encodings[c] for c in self.columns or self.ds.encodings if c in self.ds.encodings)]
@@ -378,19 +395,24 @@ class StreamingDataLoader:
       self._handed.append((epoch, sample, job.ids[:job.real], self._hand(slot, layout)))
       self._counts.spent(got - start, time.perf_counter() - got)
     self._coming.popleft()
+    if not self._cold: self._fill()
+    # in a thread of its own the start of processes keeps nobody waiting, but fork would copy it alone and whatever locks the others hold
+    elif self.method == "fork": self._rest = functools.partial(tuple, self._go_on(epoch, sample))
+    else: self._rest = aside(self._go_on, epoch, sample).result
     self._cold = False
-    self._fill()
 
   def _next(self, current:"Pass") -> Any:
     if self._pass is None or self._pass() is not current: raise RuntimeError("this pass over the loader has ended, by an error or by a newer one")
     try:
       if self._engine is None: self._start()
+      if self._rest is not None: self._settle()
       self._fill()
       self._counts.asked(ready=bool(self._handed) or self._coming[0][2] is None or self._engine.ready())
       if not self._handed: self._advance()
       epoch, sample, ids, values = self._handed.popleft()
       # what is copied to a device is copied a step early, so that the copy overlaps the step
-      if self._to not in (None, "CPU", "NPY") and not self._handed and self._coming[0][2] is not None and self._engine.ready(): self._advance()
+      if self._to not in (None, "CPU", "NPY") and not self._handed and self._coming and self._coming[0][2] is not None and self._engine.ready():
+        self._advance()
       if self._ahead is not None: self._ahead.go(epoch, sample)
       self._counts.delivered(ids)
       if values is None:
@@ -459,9 +481,11 @@ class StreamingDataLoader:
 
   def close(self):
     """Stop the workers. The position stays: another pass goes on from there."""
+    with uninterrupted(), contextlib.suppress(Exception):
+      if self._rest is not None: self._settle()
     if self._engine is not None: self._counts.keep(self._engine)
     close_all(self._parts, self.ds)
-    self._engine = self._ahead = None
+    self._engine = self._ahead = self._rest = None
   def stats(self) -> dict[str, Any]:
     """What the loader did since it was made, see `stats.Stats`."""
     return self._counts.get()

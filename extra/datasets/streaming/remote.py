@@ -110,8 +110,8 @@ class Remote:
         else: stop.wait(wait)
     raise RemoteError(f"{verb} {self.at(name)}: {why} ({self.retry + 1} attempt{'s' if self.retry else ''})", why.status, why.corrupt)
 
-  def _once(self, name:str, sink:Callable[[bytes], Any], size:int|None, span:tuple[int, int]|None, stop:threading.Event|None):
-    """One attempt to hand all bytes of a file, or the `span` of it, to sink; `size` is how many must come."""
+  def _once(self, name:str, sink:Callable[[bytes], Any], size:int|None, span:tuple[int, int, int]|None, stop:threading.Event|None):
+    """One attempt to hand all bytes of a file, or the `span` of it (start, stop, size of the file), to sink; `size` is how many must come."""
     pace, got = _Pace(self.timeout), 0
     with contextlib.closing({"file": self._file, "http": self._http, "fsspec": self._fsspec}[self.kind](name, size, span)) as chunks:
       for chunk in chunks:
@@ -122,7 +122,7 @@ class Remote:
         if stop is not None and stop.is_set(): raise Cancelled(f"GET {self.at(name)}: stopped")
     if size is not None and got != size: raise _Again(f"{'more than ' if got > size else ''}{min(got, size)} bytes where {size} are expected")
 
-  def _file(self, name:str, size:int|None, span:tuple[int, int]|None) -> Iterator[bytes]:
+  def _file(self, name:str, size:int|None, span:tuple[int, int, int]|None) -> Iterator[bytes]:
     try: f = open(self.path(name), "rb")
     except OSError as e: raise self._gone(name, e) from None
     with f:
@@ -134,15 +134,16 @@ class Remote:
   def _gone(self, name:str, e:OSError) -> RemoteError:
     return RemoteError(f"{self.at(name)}: {e.strerror}", 404 if isinstance(e, FileNotFoundError) else 403)
 
-  def _http(self, name:str, size:int|None, span:tuple[int, int]|None) -> Iterator[bytes]:
+  def _http(self, name:str, size:int|None, span:tuple[int, int, int]|None) -> Iterator[bytes]:
     headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={span[0]}-{span[1] - 1}"} if span else {})
     with self._request("GET", name, headers=headers, stream=True) as r:
       length, coded = r.headers.get("Content-Length"), r.headers.get("Content-Encoding", "identity").lower() not in ("identity", "")
       if coded and size is not None and length == str(size): coded = False      # a stored .gz that is labelled as an encoding
       if span:
         if r.status_code == 200 or coded: raise NoRanges(f"GET {self.at(name)}: the server does not serve ranges", r.status_code)
-        if not (r.headers.get("Content-Range") or "").replace(" ", "").startswith(f"bytes{span[0]}-{span[1] - 1}/"):
-          raise _Again(f"asked for bytes {span[0]}-{span[1] - 1}, got {r.headers.get('Content-Range')!r}", r.status_code)
+        got, want = (r.headers.get("Content-Range") or "").replace(" ", ""), f"bytes{span[0]}-{span[1] - 1}/"
+        if got not in (f"{want}{span[2]}", f"{want}*"):
+          raise _Again(f"asked for bytes {span[0]}-{span[1] - 1} of {span[2]}, got {r.headers.get('Content-Range')!r}", r.status_code)
       if length is not None and size is not None and not coded and length != str(size):
         raise _Again(f"{length} bytes where {size} are expected", r.status_code)
       while chunk := r.raw.read1(BLOCK, decode_content=coded): yield chunk
@@ -177,8 +178,8 @@ class Remote:
     why = self._scrub(f"{type(e).__name__}: {getattr(e, 'strerror', None) or re.sub(r'https?://[^ ]*|/[^ ]*[?][^ ]*', '...', str(e))}")
     return RemoteError(f"{self.where}: {why}") if final else _Again(why)
 
-  def _fsspec(self, name:str, size:int|None, span:tuple[int, int]|None) -> Iterator[bytes]:
-    lo, hi = span or (0, size)
+  def _fsspec(self, name:str, size:int|None, span:tuple[int, int, int]|None) -> Iterator[bytes]:
+    lo, hi = span[:2] if span else (0, size)
     for a in range(lo, hi, STEP) if hi else (None,):                # one byte more of a whole file shows that it is too long
       end = None if a is None else min(a + STEP, hi + (span is None)) if a + STEP >= hi else a + STEP
       yield self._call("GET", name, lambda fs, _, path: fs.cat_file(path, start=a, end=end))
@@ -210,10 +211,10 @@ class Remote:
   def read(self, name:str) -> bytes:
     """All bytes of the file `name`."""
     return self._bytes(name)
-  def read_range(self, name:str, start:int, stop:int) -> bytes:
-    """The bytes [start, stop) of the file `name`. Raises NoRanges when the server ignores the range."""
-    return self._bytes(name, stop - start, (start, stop)) if stop > start else b""
-  def _bytes(self, name:str, size:int|None=None, span:tuple[int, int]|None=None) -> bytes:
+  def read_range(self, name:str, start:int, stop:int, size:int) -> bytes:
+    """The bytes [start, stop) of the file `name`, which has `size` bytes. Raises NoRanges when the server ignores the range."""
+    return self._bytes(name, stop - start, (start, stop, size)) if stop > start else b""
+  def _bytes(self, name:str, size:int|None=None, span:tuple[int, int, int]|None=None) -> bytes:
     def once() -> bytes:
       parts:list[bytes] = []
       self._once(name, parts.append, size, span, None)
