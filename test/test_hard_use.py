@@ -1,9 +1,10 @@
 """What a training run meets sooner or later: full pipes, odd results, interrupts at any moment, servers that die."""
-import gc, json, os, resource, threading, unittest
+import gc, json, os, resource, signal, threading, unittest
 from unittest import mock
 import numpy as np
 from tinygrad import dtypes
 from extra.datasets.streaming import MDSWriter, Stream, StreamingDataLoader, StreamingDataset, World, load_checkpoint, save_checkpoint
+from extra.datasets.streaming import loader
 from extra.datasets.streaming.loader import UserError
 from extra.datasets.streaming.remote import RemoteError
 from extra.datasets.streaming.stats import Stats
@@ -147,6 +148,20 @@ class TestServers(HardCase):
       for i in range(6): use((0, 2)[i % 2])
       gc.collect()
       self.assertEqual(alive(), before)
+  def test_the_fetching_process_dies(self):
+    self.rows(1000)
+    with Server(self.path("d")) as s:
+      ds = StreamingDataset(s.url, self.path("c"), shuffle=True)
+      with self.loader(ds, 50, num_workers=1) as dl:
+        ids = []
+        for n, batch in enumerate(dl):
+          ids += batch["id"].tolist()
+          if n in (2, 5): os.kill(dl._ahead.child.process.pid, signal.SIGKILL)
+        self.assertEqual(ids, ds.sample_ids(0, 0, 1000).tolist())
+      def broken(*args): raise ValueError("it never starts")
+      with mock.patch.object(loader, "Follower", broken), self.loader(ds, 50, num_workers=1, method="fork") as dl:
+        with self.assertRaisesRegex(RuntimeError, "the process that fetches ahead [0-9]+ exited with code 1, see its own error above, 3 times in a row"):
+          while True: list(dl)
   def test_a_dead_server_is_no_bad_sample(self):
     self.rows(1000)
     dead = threading.Event()

@@ -8,13 +8,14 @@ from .dataset import Ragged, StreamingDataset, cut
 from .format import map_fd
 from .mix import Mix
 from .partition import World, batches
-from .pool import (ALIGN, COUNTS, Carver, Child, Engine, Inherited, NeedRoom, Slot, board, dump, load, uninterrupted)
+from .pool import ALIGN, COUNTS, MAX_DEATHS, Carver, Child, Engine, Inherited, NeedRoom, Slot, board, dump, load, uninterrupted
 from .remote import RemoteError
 from .stats import Stats
 
 STATE_VERSION = 1
 SEED = 9176       # the dataset's default seed gives way to a state's
 REPLACEMENTS = 16 # other samples that are tried in place of a bad one
+HANDLED = 5       # where the follower counts the positions that it was told of, after what all processes count
 
 # *** making a batch, in a worker ***
 
@@ -192,20 +193,29 @@ def follow_main(conn, payload, number:int, ring:Inherited):
       at = conn.recv()
       while conn.poll(): at = conn.recv()
       follower.go(*at)
-      counts[:5] = follower.ds.counts()
+      counts[:HANDLED] = follower.ds.counts()
+      counts[HANDLED] += 1
   finally: follower.close()
 
 class RemoteFollower:
   """A Follower in a process of its own, so that a busy training loop cannot starve it. Without it readers still fetch what they need."""
-  def __init__(self, method:str, engine:Engine, *args): self.method, self.engine, self.payload, self.child = method, engine, dump(args, method), None
+  def __init__(self, method:str, engine:Engine, *args):
+    self.method, self.engine, self.payload, self.child, self.deaths = method, engine, dump(args, method), None, 0
+    self.counts = engine.ring.board[len(engine.workers)]
   def go(self, epoch:int, position:int):
     if self.child is None:
+      self.counts[HANDLED] = 0
       self.child = Child(self.method, follow_main, self.payload, len(self.engine.workers), Inherited(self.engine.ring.fd))
       self.room = select.poll()
       self.room.register(self.child.conn, select.POLLOUT)
     if self.room.poll(0):  # a follower that is behind hears of the next position
       try: self.child.conn.send((epoch, position))
-      except OSError: self.close()  # it died: the next call starts another
+      except OSError: self.replace()
+  def replace(self):
+    """It died: the next call starts another, unless none comes to do anything."""
+    self.deaths, how = 0 if self.counts[HANDLED] else self.deaths + 1, self.child.end()
+    self.close()
+    if self.deaths >= MAX_DEATHS: raise RuntimeError(f"the process that fetches ahead {how}, {self.deaths} times in a row")
   def close(self):
     if self.child is not None: self.child.close()
     self.child = None

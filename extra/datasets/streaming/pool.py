@@ -139,6 +139,12 @@ class Child:
       self.process.start()
     theirs.close()
     Child.ends.add(self.conn)
+  def end(self) -> str:
+    """How the process, which is at its end, ended."""
+    self.process.join(1)
+    code = self.process.exitcode
+    how = f"was killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exited with code {code}"
+    return f"{self.process.pid} {how}" + (", see its own error above" if code == 1 else "")
   def hang_up(self):
     Child.ends.discard(self.conn)
     self.conn.close()
@@ -263,13 +269,11 @@ class ProcessWorker:
         self.push()
         return reply
   def replace(self):
-    self.child.process.join(1)
-    pid, code, self.deaths = self.child.process.pid, self.child.process.exitcode, self.deaths + 1
-    if not self.replied and code == 1:
-      raise RuntimeError(f"loader worker {pid} ended while it started, see its own error above. Workers import the script that transform= (or "
-                         'collate=, batch_transform=) is in: put what the script runs under `if __name__ == "__main__":`')
-    how = f"was killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exited with code {code}"
-    if self.deaths >= MAX_DEATHS: raise RuntimeError(f"loader worker {pid} {how}, {self.deaths} times in a row, over {self.about()}")
+    how, self.deaths = self.child.end(), self.deaths + 1
+    if not self.replied and self.child.process.exitcode == 1:
+      raise RuntimeError(f"loader worker {how}, while it started. Workers import the script that transform= (or collate=, batch_transform=) is in: "
+                         'put what the script runs under `if __name__ == "__main__":`')
+    if self.deaths >= MAX_DEATHS: raise RuntimeError(f"loader worker {how}, {self.deaths} times in a row, over {self.about()}")
     self.close()
     self.start()
     self.waiting = collections.deque(self.jobs)
