@@ -81,15 +81,15 @@ if __name__ == "__main__":
   def batches():
     while True: yield from loader
 
-  test_acc, data, steps = float("nan"), batches(), max(start, STEPS)
+  measured, data, steps = "", batches(), max(start, STEPS)
   for i in (t:=tqdm(range(start, steps), total=steps-start)):
     x, y = next(data)
     loss = train_step(x, y).item()
     if i == KILL_AT: os.kill(os.getpid(), signal.SIGKILL)
     if (i + 1) % EVERY == 0:
       save_checkpoint(CKPT, nn.state.get_state_dict(state), loader=loader, step=i + 1)
-      test_acc = get_test_acc().item()
-    t.set_description(f"loss: {loss:6.4f} test_accuracy: {test_acc:5.2f}%")
-    if i % 10 == 0: t.write(f"step {i:4d}  epoch {loader.epoch:3d}  loss {loss:.9f}  test_accuracy {test_acc:5.2f}%")
+      measured = f"test_accuracy {get_test_acc().item():5.2f}%"
+    t.set_description(f"loss: {loss:6.4f} {measured}")
+    if i % 10 == 0: t.write(f"step {i:4d}  epoch {loader.epoch:3d}  loss {loss:.9f}  {measured}")
   loader.close()
   print(f"test_accuracy: {get_test_acc().item():.2f}% on {X_test.shape[0]} images after {steps} steps, {steps * BS / len(train):.1f} epochs")

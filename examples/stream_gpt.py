@@ -77,7 +77,7 @@ if __name__ == "__main__":
   def batches():
     while True: yield from loader
 
-  val_loss, data, steps, spent = float("nan"), batches(), max(start, STEPS), 0.0
+  measured, data, steps, spent = "", batches(), max(start, STEPS), 0.0
   for i in (t:=tqdm(range(start, steps), total=steps-start)):
     began = time.perf_counter()
     tokens, = next(data)
@@ -87,9 +87,9 @@ if __name__ == "__main__":
     if i == KILL_AT: os.kill(os.getpid(), signal.SIGKILL)
     if (i + 1) % EVERY == 0:
       save_checkpoint(CKPT, nn.state.get_state_dict(state), loader=loader, step=i + 1)
-      val_loss = get_val_loss().item()
-    t.set_description(f"loss: {loss:6.4f} val_loss: {val_loss:6.4f}")
-    if i % 10 == 0: t.write(f"step {i:4d}  epoch {loader.epoch:3d}  loss {loss:.9f}  val_loss {val_loss:.9f}")
+      measured = f"val_loss {get_val_loss().item():.9f}"
+    t.set_description(f"loss: {loss:6.4f} {measured}")
+    if i % 10 == 0: t.write(f"step {i:4d}  epoch {loader.epoch:3d}  loss {loss:.9f}  {measured}")
   loader.close()
 
   print(f"val_loss: {get_val_loss().item():.9f} after {steps} steps of {BS} rows of {T} tokens, {steps * BS / len(train):.2f} epochs")

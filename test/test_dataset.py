@@ -2,7 +2,8 @@ import gc, glob, json, os, pickle, shutil, unittest
 import numpy as np
 from extra.datasets.streaming import MDSWriter, Stream, StreamingDataset, merge_index
 from extra.datasets.streaming.format import FormatError
-from extra.datasets.streaming.remote import RemoteError
+from extra.datasets.streaming.info import read_index
+from extra.datasets.streaming.remote import Remote, RemoteError
 from helpers import TempDirTestCase, write_rows
 from servers import Server
 
@@ -11,6 +12,13 @@ class TestAccess(TempDirTestCase):
     super().setUp()
     self.x = write_rows(self.path("d"), 1000)
     self.ds = StreamingDataset(self.path("d"))
+
+  def test_a_folder_of_splits(self):
+    for split in ("train", "val"): write_rows(self.path("splits", split), 3)
+    said = r"its folders train, val have one \(split='train'\)"
+    with self.assertRaisesRegex(OSError, said): StreamingDataset(self.path("splits"))
+    self.assertEqual(len(StreamingDataset(self.path("splits"), split="val")), 3)
+    with self.assertRaisesRegex(OSError, said): read_index(Remote(self.path("splits")))
 
   def test_many_shards(self): self.assertGreater(len(self.ds.offsets), 10)
   def test_len(self): self.assertEqual(len(self.ds), 1000)

@@ -1,5 +1,6 @@
 import os, re, select, socket, subprocess, sys, unittest
 import numpy as np
+import pytest
 from helpers import ROOT, TempDirTestCase
 
 EXAMPLES = os.path.join(ROOT, "examples")
@@ -45,6 +46,7 @@ class ExampleTestCase(TempDirTestCase):
       try: self.assertTrue(select.select([fd], [], [], 10)[0], f"process {pid} is left")
       finally: os.close(fd)
 
+@pytest.mark.timeout(400)  # three runs, each with its own limit
 class TestExamples(ExampleTestCase):
   def test_digits(self): self.check_resumed("digits", [(25, "3")], "0", PORT=free_port())
   def test_gpt_on_a_mixture(self): self.check_resumed("gpt", [(17, "1")], "0", MIX="1", RAMP="400", LAYERS="0", BS="16")

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Callable, Iterator
 from urllib.parse import quote, unquote
 import numpy as np
-from .format import INDEXES, File, FormatError, Index, Shard, decompress, hasher, verify, size_of
+from .format import INDEXES, File, FormatError, Index, Shard, decompress, hasher, size_of, splits_in, verify
 from .remote import NoRanges, Remote, RemoteError, cancel
 
 META, DEBUG = ".streaming", int(os.getenv("DEBUG", "0"))
@@ -293,7 +293,9 @@ class Store:
         with contextlib.suppress(FileNotFoundError, FormatError), open(place + name, "rb") as f: return Index.parse(f.read(), self.where)
       return None
     if self.place is not None:
-      return kept() or Index.parse(self.remote.read(names[0]), self.where)  # which tells what is wrong
+      if (index := kept()) is not None: return index
+      try: return Index.parse(self.remote.read(names[0]), self.where)  # which tells what is wrong
+      except RemoteError as e: raise RemoteError(f"{e}{splits_in(place + self.prefix)}", e.status) from None
     folder = self.folder                                            # first of all it refuses another remote's
     if (index := kept()) is not None: return index
     with folder.lock(quote(self.prefix, safe="") + "index"), folder.temp() as tmp:

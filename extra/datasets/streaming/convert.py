@@ -302,6 +302,7 @@ def run(work:Work, jobs:list[Job], workers:int, executor:Executor|None, quiet:bo
   for job in jobs:
     if keep and all(index_of(out) is not None for out in job.outs.values()): progress(job.number, 0, job.size)
     else: todo.append(job)
+  if len(todo) < len(jobs) and not quiet: print(f"going on: {len(jobs) - len(todo)} of {len(jobs)} parts are done", file=sys.stderr)
   results:Any
   if executor: results = run_on(executor, work, todo)
   elif min(workers, len(todo)) < 2: results = ((job, work(job, progress)) for job in todo)

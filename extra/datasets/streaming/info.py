@@ -4,7 +4,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Iterator
 import numpy as np
-from .format import CAP, INDEXES, TEXT, File, FormatError, Index, Schema, Shard, decompress, digests, encoding, verify
+from .format import CAP, INDEXES, TEXT, File, FormatError, Index, Schema, Shard, decompress, digests, encoding, splits_in, verify
 from .write import SHARD_NAME, natural, write_atomic
 from .mix import Mix, Source, Stream
 from .remote import Remote
@@ -15,7 +15,8 @@ def read_index(remote:Remote) -> Index:
   """The index of a dataset. Raises FileNotFoundError where there is none."""
   for name in INDEXES:
     if remote.exists(name): return Index.parse(remote.read(name), remote.where)
-  raise FileNotFoundError(f"{remote.where} has no index.json: give the folder of a dataset, or --rebuild-index to make one from its shards")
+  raise FileNotFoundError(f"{remote.where} has no index.json: give the folder of a dataset, or --rebuild-index to make one from its shards"
+                          + (splits_in(remote.path("")) if remote.kind == "file" else ""))
 
 def load(remote:Remote, index:Index, i:int, check:bool=False) -> Shard:
   """Shard `i`, opened. `check` compares the hashes of all its files too. Raises FormatError or OSError."""

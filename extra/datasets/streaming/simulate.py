@@ -14,7 +14,7 @@ from .mix import Mix, whole
 from .partition import batches
 from .remote import Remote
 
-COLD = 2                # batches for which a loader fetches only the rows that it needs, where it can
+COLD = 1                # batches for which a loader fetches only the rows that it needs, where it can
 AHEAD = {k: v.default for k, v in inspect.signature(Fetcher).parameters.items()}
 HEAD = 1024             # bytes of a shard's head, without 4 a sample
 CHUNK = 1 << 20         # positions that are worked out at a time
@@ -276,7 +276,8 @@ def read(path:str) -> Data:
   return Data(index.samples, index.raw_size, index.zip_size, mds & (index.zip_size == 0), len(index.data))
 
 def main(argv:list[str]|None=None) -> int:
-  p = argparse.ArgumentParser(prog="python -m extra.datasets.streaming.simulate", description=__doc__)
+  p = argparse.ArgumentParser(prog="python -m extra.datasets.streaming.simulate", usage="%(prog)s [options] [PATH]", description=__doc__,
+                              formatter_class=argparse.RawDescriptionHelpFormatter)
   p.add_argument("path", nargs="?", help="folder or URL of a dataset; without it one is made up of --shards, --samples and --bytes")
   for options, many in ((MADE_UP, False), (OPTIONS, True)):
     for name, (kind, default, text) in options.items():
