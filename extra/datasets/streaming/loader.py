@@ -338,8 +338,8 @@ class StreamingDataLoader:
 
   def _move(self, epoch:int, sample:int):
     """Stand at a position, with nothing in the making."""
-    self.close()
     self.epoch, self.sample, self.start, self._pass = epoch, sample, sample, None
+    self.close()  # last: another Ctrl-C may come at its end
 
   def _start(self):
     self._to = self._devices() if self.tensors else None
