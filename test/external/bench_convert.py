@@ -1,7 +1,8 @@
-"""Speed and memory of the converter, each as a ratio to a limit measured in the same run: python test/external/bench_convert.py"""
+"""Speed and memory of the converter, each beside its limit: python test/external/bench_convert.py"""
 import os, shutil, subprocess, sys, tempfile, time
 import numpy as np
 from extra.datasets.streaming.convert import convert
+from figures import figure
 
 def timed(fn) -> float:
   start = time.perf_counter()
@@ -12,10 +13,6 @@ def best(*fns, n:int=3) -> list[float]:
   """The best of n times of each, taken in turns."""
   times = [[timed(fn) for fn in fns] for _ in range(n)]
   return [min(t) for t in zip(*times)]
-
-def report(what:str, ratio:float, goal:float, more:str, low:bool=False):
-  good = ratio <= goal if low else ratio >= goal
-  print(f"{'ok ' if good else 'BAD'} {what}: {ratio:.2f} ({'at most' if low else 'at least'} {goal:g}); {more}", flush=True)
 
 def copy(src:str, dst:str):
   with open(src, "rb") as f, open(dst, "wb") as g:
@@ -30,16 +27,16 @@ def main():
     np.savez(npz := path("x.npz"), x=rng.integers(0, 255, (400_000, 1024), np.uint8), y=np.arange(400_000))
     size = os.path.getsize(npz) * mb
     a, b = best(lambda: convert(npz, out, exist_ok=True), lambda: copy(npz, path("copy")))
-    report(".npz of 1 KB rows to a plain copy of its bytes, one worker", b / a, 0.5, f"{size / a:.0f} MB/s, copy {size / b:.0f}")
+    figure(".npz of 1 KB rows, one worker", size / a, "MB/s", size / b, "a plain copy of its bytes", least=0.5)
     a, b = best(lambda: convert(npz, out, exist_ok=True, hashes=[]), lambda: copy(npz, path("copy")))
-    report("the same without hashes", b / a, 0.5, f"{size / a:.0f} MB/s")
+    figure(".npz of 1 KB rows, one worker, no hashes", size / a, "MB/s", size / b, "a plain copy of its bytes", least=0.5)
 
     folder = os.path.dirname(os.__file__)
     text = b"".join(open(os.path.join(d, f), "rb").read() for d, _, fs in os.walk(folder) for f in sorted(fs) if f.endswith(".py"))
     with open(txt := path("x.txt"), "wb") as f: f.write(text * max(1, (200 << 20) // len(text)))
     size = os.path.getsize(txt) * mb
     a, = best(lambda: convert(txt, out, seq_len=1025, exist_ok=True))
-    report("rows of tokens from text, tokenizer bytes, MB/s a worker to 100", size / a / 100, 1, f"{size / a:.0f} MB/s of text")
+    figure("rows of tokens from text, tokenizer bytes, one worker", size / a, "MB/s", 100, least=1)
 
     for c in range(10):
       os.makedirs(path(f"images/{c}"))
@@ -47,12 +44,12 @@ def main():
         with open(path(f"images/{c}/{i:05}.jpg"), "wb") as f: f.write(b"\xff\xd8\xff" + rng.bytes(int(rng.integers(5_000, 20_000))))
     tar = ["tar", "cf", path("x.tar"), "-C", tmp, "images"]
     a, b = best(lambda: convert(path("images"), out, exist_ok=True), lambda: subprocess.run(tar, check=True))
-    report("a folder of 20,000 images of 12 KB to tar's speed", b / a, 0.5, f"{20_000 / a:,.0f} images/s, tar {20_000 / b:,.0f}")
+    figure("a folder of 20,000 images of 12 KB", 20_000 / a, "images/s", 20_000 / b, "tar", least=0.5)
 
     with open(jsonl := path("x.jsonl"), "w") as f:
       for i in range(800_000): f.write(f'{{"i": {i}, "text": "{"abcdefghij" * (i % 20)}", "f": {i / 7}, "l": [{i}, {i}, [{i}]]}}\n')
     a, b = best(*(lambda w=w: convert(jsonl, out, workers=w, part_size=8 << 20, exist_ok=True) for w in (1, 2)))
-    report(".jsonl with 2 workers to 1", a / b, 1.7, f"{800_000 / a:,.0f} and {800_000 / b:,.0f} rows/s")
+    figure(".jsonl, 2 workers", 800_000 / b, "rows/s", 800_000 / a, "1 worker", least=1.7)
 
     # memory: the highest resident size of a process that converts a source of some shards, and one four times as large
     code = ("import sys; from extra.datasets.streaming.convert import convert\n"
@@ -64,6 +61,6 @@ def main():
         with open(rows := path("rows.jsonl"), "w") as f:
           for i in range(n << 10): f.write(f'{{"i": {i}, "text": "{"x" * 1000}"}}\n')
         peaks.append(int(subprocess.run([sys.executable, "-c", code, rows, out, options], check=True, capture_output=True, text=True).stdout) >> 10)
-      report(f"memory, a .jsonl of 800 MB {what} to one of 200 MB", peaks[1] / peaks[0], 1.15, f"{peaks[0]} and {peaks[1]} MB", low=True)
+      figure(f"memory, a .jsonl of 800 MB {what}", peaks[1], "MB", peaks[0], "one of 200 MB", most=1.15)
 
 if __name__ == "__main__": main()

@@ -8,6 +8,7 @@ TEST = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path[:0] = [os.path.dirname(TEST), TEST]
 from extra.datasets.streaming import MDSWriter, StreamingDataset
 from extra.datasets.streaming.format import Index, Shard, compress, decompress
+from figures import figure
 
 ROWS, BATCH = 400_000, 4096
 
@@ -19,10 +20,6 @@ def best(fn, n:int=20) -> float:
     fn()
     times.append(time.perf_counter() - start)
   return min(times)
-
-def say(name:str, value:float, unit:str, limit:float, ratio:float):
-  """`ratio` of 1 or more is within the limit."""
-  print(f"{name:44s} {value:12,.2f} {unit:8s} limit {limit:12,.2f}   {ratio:5.2f}", flush=True)
 
 def write_batch(d:str):
   image, label = np.random.default_rng(0).integers(0, 256, (16, BATCH, 32, 32), np.uint8), np.arange(BATCH, dtype=np.uint8)
@@ -39,7 +36,7 @@ def write_batch(d:str):
       times[fn].append(best(fn, 1))
       os.remove(f"{d}/plain") if fn is plain else shutil.rmtree(f"{d}/ours")
   mb, (limit, mine) = ROWS // BATCH * len(rows[0]) / 1e6, (min(times[fn]) for fn in (plain, ours))
-  say("write_batch, rows of 1 KB", mb / mine, "MB/s", 0.6 * mb / limit, limit / mine / 0.6)
+  figure("write_batch, rows of 1 KB", mb / mine, "MB/s", mb / limit, "a plain file.write", least=0.6)
 
 def write(d:str):
   image = np.random.default_rng(0).integers(0, 256, (BATCH, 32, 32), np.uint8)
@@ -47,8 +44,7 @@ def write(d:str):
     with MDSWriter(f"{d}/one", {"image": "ndarray:uint8:32,32", "label": "uint8"}, hashes=[], exist_ok=True) as w:
       for _ in range(4):
         for i in range(BATCH): w.write({"image": image[i], "label": 3})
-  rate = 4 * BATCH / best(ours)
-  say("write, one by one", rate, "rows/s", 250_000, rate / 250_000)
+  figure("write, one by one", 4 * BATCH / best(ours), "rows/s", 250_000, least=1)
 
 def read(d:str):
   rng = np.random.default_rng(0)
@@ -57,18 +53,18 @@ def read(d:str):
   ds = StreamingDataset(f"{d}/var")
   ids = [rng.integers(0, 100_000, 256) for _ in range(20)]
   us = best(lambda: [ds.gather(x, columns=("b",)) for x in ids], 100) / 20 / 256 * 1e6
-  say("gather, bytes of 1 KB", us, "us", 1, 1 / us)
+  figure("gather, bytes of 1 KB, a row", us, "us", 1, most=1)
   shard = ds.shard(0)
   us = best(lambda: [shard.sample(i) for i in range(1000)], 100) / 1000 * 1e6
-  say("Shard.sample, bytes and int", us, "us", 2.5, 2.5 / us)
+  figure("Shard.sample, bytes and int", us, "us", 2.5, most=1)
   with MDSWriter(f"{d}/fixed", {"x": "ndarray:uint8:1024", "n": "int", "y": "uint8"}, hashes=[]) as w:
     w.write_batch({"x": np.zeros((60_000, 1024), np.uint8), "n": np.arange(60_000), "y": np.zeros(60_000, np.uint8)})
   ds = StreamingDataset(f"{d}/fixed")
   shard, index = ds.shard(0), ds.stores[0].index
   us = best(lambda: [shard.sample(i) for i in range(1000)], 100) / 1000 * 1e6
-  say("Shard.sample, three fixed columns", us, "us", 2.5, 2.5 / us)
+  figure("Shard.sample, three fixed columns", us, "us", 2.5, most=1)
   us = best(lambda: [Shard((f"{d}/fixed/shard.00000.mds",), index.schemas[0], shard.samples, "x") for _ in range(10)], 100) * 1e5
-  say(f"Shard, opened and checked, {shard.samples:,} rows", us, "us", 200, 200 / us)
+  figure(f"Shard, opened and checked, {shard.samples:,} rows", us, "us", 200, most=1)
 
 def decode(d:str):
   import cramjam
@@ -81,9 +77,8 @@ def decode(d:str):
     with open(path, "wb") as f: f.write(decompress("zstd", packed, len(raw), "z"))
     Shard((path,), index.schemas[0], int(index.samples[0]), "z").values(np.arange(0, int(index.samples[0]), 16), "t")
   limit, mine = (len(raw) / 1e6 / best(fn, 7) for fn in (lambda: cramjam.zstd.decompress(packed), lambda: decompress("zstd", packed, len(raw), "z")))
-  say("zstd, decoded", mine, "MB/s", 0.8 * limit, mine / limit / 0.8)
-  mine = len(raw) / 1e6 / best(ours, 5)
-  say("zstd, decoded, stored, opened and read", mine, "MB/s", 0.8 * limit, mine / limit / 0.8)
+  figure("zstd, decoded", mine, "MB/s", limit, "cramjam alone", least=0.8)
+  figure("zstd, decoded, stored, opened and read", len(raw) / 1e6 / best(ours, 5), "MB/s", limit, "cramjam alone", least=0.8)
 
 INDEX = """
 import sys, time
@@ -104,8 +99,8 @@ def index(d:str):
                         check=True).stdout
          for _ in range(3)]
   seconds, mb = min([float(x) for x in o.split()] for o in out)
-  say("index of 100,000 shards", seconds, "s", 1, 1 / seconds)
-  say("  the whole process", mb, "MB", 150, 150 / mb)
+  figure("index of 100,000 shards", seconds, "s", 1, most=1)
+  figure("index of 100,000 shards, the whole process", mb, "MB", 150, most=1)
 
 if __name__ == "__main__":
   with tempfile.TemporaryDirectory() as tmp:

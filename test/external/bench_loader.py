@@ -1,11 +1,13 @@
-"""Speed of reads and batches, each beside its limit measured in the same run.
+"""Speed of reads and batches, each beside what is measured in the same run: a limit, or a peer on the same data.
 
   DEV=CPU python test/external/bench_loader.py            # rows of 1 KB, samples of 100 KB, token rows; numpy and Tensors; 0 and 2 workers
   pip install mosaicml-streaming litdata                  # optional peers, measured where they are installed
 """
 import argparse, os, shutil, tempfile, time
+from importlib.metadata import PackageNotFoundError, version
 import numpy as np
 from extra.datasets.streaming import MDSWriter, StreamingDataLoader, StreamingDataset, World
+from figures import figure
 
 def best(fn, times:int=5) -> float:
   """The least of several timings of fn, in seconds: the others are noise of the machine."""
@@ -16,17 +18,14 @@ def best(fn, times:int=5) -> float:
     out.append(time.perf_counter() - t)
   return min(out)
 
-def line(what:str, ours:float, limit:float, unit:str, name:str):
-  print(f"{what:44s} {ours:12,.0f} {unit:10s} {ours / limit:6.2f} of {name} ({limit:,.0f})")
-
-def datasets(folder:str):
+def datasets(folder:str, share:int):
   rng = np.random.default_rng(0)
   with MDSWriter(out=f"{folder}/rows", columns={"x": "ndarray:uint8:1024"}, hashes=[]) as w:
-    for _ in range(10): w.write_batch({"x": rng.integers(0, 256, (10_000, 1024), dtype=np.uint8)})
+    for _ in range(10): w.write_batch({"x": rng.integers(0, 256, (10_000 // share, 1024), dtype=np.uint8)})
   with MDSWriter(out=f"{folder}/bytes", columns={"x": "bytes"}, hashes=[]) as w:
-    for _ in range(4000): w.write({"x": rng.bytes(100_000)})
+    for _ in range(4000 // share): w.write({"x": rng.bytes(100_000)})
   with MDSWriter(out=f"{folder}/tokens", columns={"x": "ndarray:uint16:2049"}, hashes=[]) as w:
-    for _ in range(5): w.write_batch({"x": rng.integers(0, 50_000, (10_000, 2049), dtype=np.uint16)})
+    for _ in range(5): w.write_batch({"x": rng.integers(0, 50_000, (10_000 // share, 2049), dtype=np.uint16)})
 
 def bench_reads(folder:str):
   ds = StreamingDataset(f"{folder}/rows")
@@ -36,13 +35,13 @@ def bench_reads(folder:str):
   for size in (256, 4096):
     ids = [rng.integers(0, n, size) for _ in range(200)]
     limit, ours = best(lambda: [flat[i] for i in ids]), best(lambda: [ds.gather(i) for i in ids])
-    line(f"gather, {size} rows of 1 KB, one shard", 200 * size / ours, 200 * size / limit, "rows/s", "numpy's fancy index")
+    figure(f"gather, {size:,} rows of 1 KB, one shard", 200 * size / ours, "rows/s", 200 * size / limit, "numpy's fancy index")
     spread = [rng.integers(0, len(ds), size) for _ in range(200)]
     ours = best(lambda: [ds.gather(i) for i in spread])
-    line(f"gather, {size} rows of 1 KB, all shards", 200 * size / ours, 200 * size / limit, "rows/s", "numpy's fancy index")
+    figure(f"gather, {size:,} rows of 1 KB, all shards", 200 * size / ours, "rows/s", 200 * size / limit, "numpy's fancy index, one shard")
   one = rng.integers(0, len(ds), 10_000).tolist()
   [ds[i] for i in one]
-  print(f"{'ds[i], 1 KB':44s} {best(lambda: [ds[i] for i in one]) / len(one) * 1e6:12.2f} us")
+  figure("ds[i], 1 KB", best(lambda: [ds[i] for i in one]) / len(one) * 1e6, "us")
 
 def run(dl) -> float:
   t = time.perf_counter()
@@ -54,13 +53,14 @@ def first_batch(ds, **kw) -> float:
   with StreamingDataLoader(ds, 256, world=World(), tensors=False, **kw) as dl: next(iter(dl))
   return time.perf_counter() - t
 
-def bench_loader(folder:str, tensors:bool):
+def bench_loader(folder:str, tensors:bool) -> dict[tuple[str, int, int], float]:
+  """Returns the rates of numpy batches by (data, batch size, workers), for the peers."""
+  rates = {}
   memcpy = np.empty(1 << 28, np.uint8)
   copy = (1 << 28) / best(lambda: np.copyto(memcpy[:1 << 27], memcpy[1 << 27:])) / 2
   for name, batches, size in (("rows", (256, 4096), 1024), ("bytes", (32,), 100_000), ("tokens", (256,), 4098)):
     ds = StreamingDataset(f"{folder}/{name}", shuffle=True, num_canonical_nodes=1)
-    print(f"{name}: first batch {min(first_batch(ds) for _ in range(3)) * 1e3:.0f} ms with 0 workers, "
-          f"{min(first_batch(ds, num_workers=2) for _ in range(3)) * 1e3:.0f} ms with 2")
+    for workers in (0, 2): figure(f"{name}, first batch, {workers} workers", min(first_batch(ds, num_workers=workers) for _ in range(3)) * 1e3, "ms")
     for batch in batches:
       for out in (False, True) if tensors and name != "bytes" else (False,):
         zero = 0.0
@@ -69,10 +69,12 @@ def bench_loader(folder:str, tensors:bool):
             run(dl)
             rate = len(dl) * batch / min(run(dl) for _ in range(3))
           zero = zero or rate
+          if not out: rates[name, batch, workers] = rate
           if workers: limit, limit_name = zero, "0 workers"
           elif out: limit, limit_name = batch / from_blob_alone(batch, size), "from_blob alone"
           else: limit, limit_name = copy / size, "memcpy"
-          line(f"{name}, batch {batch}, {'Tensors' if out else 'numpy'}, {workers} workers", rate, limit, "samples/s", limit_name)
+          figure(f"{name}, batch {batch:,}, {'Tensors' if out else 'numpy'}, {workers} workers", rate, "samples/s", limit, limit_name)
+  return rates
 
 def from_blob_alone(batch:int, size:int) -> float:
   from tinygrad import Tensor, dtypes
@@ -92,32 +94,66 @@ def bench_transform(folder:str):
     with StreamingDataLoader(ds, 64, num_workers=workers, tensors=False, transform=slow, world=World()) as dl:
       run(dl)
       rates[workers] = 4096 / run(dl)
-  line("transform of 1 ms, 2 workers", rates[2], rates[1], "samples/s", "1 worker")
+  figure("transform of 1 ms, 2 workers", rates[2], "samples/s", rates[1], "1 worker")
 
-def bench_peers(folder:str):
-  try: import streaming
-  except ImportError: print("MosaicML Streaming is not installed: no comparison")
-  else:
-    from torch.utils.data import DataLoader
-    for name in ("rows", "bytes", "tokens"):
-      streaming.base.util.clean_stale_shared_memory()
-      ds = streaming.StreamingDataset(remote=f"{folder}/{name}", local=f"{folder}/cache-{name}", shuffle=True, batch_size=256)
-      n = min(len(ds), 20_000)
-      for _ in range(2):  # the first pass copies the shards
-        t = time.perf_counter()
-        for i, _ in enumerate(DataLoader(ds, batch_size=256)):
-          if (i + 1) * 256 >= n: break
-      print(f"MosaicML Streaming, {name}, batch 256, 0 workers {n / (time.perf_counter() - t):12,.0f} samples/s")
+def peer_rate(loader) -> float:
+  """Samples a second of a peer's loader, the best of three passes of at most 20 seconds, from a pass's first batch to its last: starting and stopping
+  cost a peer nothing here."""
+  most = 0.
+  for _ in range(3):
+    n, start = 0, None
+    for batch in loader:
+      now = time.perf_counter()
+      if start is None: start = now
+      else: n += len(batch["x"] if isinstance(batch, dict) else batch)
+      if now - start > 20: break
+    most = max(most, n / (now - start))
+  return most
+
+def mosaicml(folder:str, name:str, batch:int, workers:int):
+  import streaming
+  from torch.utils.data import DataLoader
+  streaming.base.util.clean_stale_shared_memory()
+  n = min(len(StreamingDataset(f"{folder}/{name}")), 20 * max(batch, 1024))  # short epochs: the threads of a pass that is left early live on
+  ds = streaming.StreamingDataset(local=f"{folder}/{name}", shuffle=True, batch_size=batch, epoch_size=n)
+  return DataLoader(ds, batch_size=batch, num_workers=workers)
+
+def litdata(folder:str, name:str, batch:int, workers:int):
+  """The same rows in LitData's own format, as its documentation has it: rows of tokens by its TokensLoader, others as dicts."""
+  os.environ |= {"DATA_OPTIMIZER_CACHE_FOLDER": f"{folder}/lit/chunks", "DATA_OPTIMIZER_DATA_CACHE_FOLDER": f"{folder}/lit/data"}
+  import litdata as lit
+  items, out = lit.TokensLoader(2049) if name == "tokens" else None, f"{folder}/lit/{name}"
+  if not os.path.exists(out):
+    ds = StreamingDataset(f"{folder}/{name}")
+    def rows(start:int):
+      for x in ds.gather(np.arange(start, min(start + 1000, len(ds))))["x"]: yield x if items else {"x": x}
+    lit.optimize(rows, list(range(0, len(ds), 1000)), out, chunk_bytes="64MB", num_workers=1, start_method="fork", item_loader=items, verbose=False)
+  # batch_decode=0: its default decodes a window of samples anew for each of them where two workers share a chunk
+  ds = lit.StreamingDataset(out, cache_dir=f"{folder}/lit/cache", shuffle=True, item_loader=items, batch_decode=0)
+  # its bytes are memoryviews, which its own collate takes apart and a worker cannot send
+  return lit.StreamingDataLoader(ds, batch_size=batch, num_workers=workers, collate_fn=bytes_of if name == "bytes" else None)
+
+def bytes_of(samples:list) -> list[bytes]: return [bytes(s["x"]) for s in samples]
+
+def bench_peers(folder:str, rates:dict):
+  for peer, package, loader in (("MosaicML Streaming", "mosaicml-streaming", mosaicml), ("LitData", "litdata", litdata)):
+    try: peer += " " + version(package)
+    except PackageNotFoundError: print(f"{peer} is not installed: no comparison")
+    else:
+      for (name, batch, workers), ours in rates.items():
+        figure(f"{name}, batch {batch:,}, numpy, {workers} workers", ours, "samples/s", peer_rate(loader(folder, name, batch, workers)), peer,
+               least=1)
 
 if __name__ == "__main__":
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument("--no-tensors", action="store_true", help="leave tinygrad out")
+  parser.add_argument("--quick", action="store_true", help="a tenth of the data: to see that it runs")
   args = parser.parse_args()
   folder = tempfile.mkdtemp(prefix="bench_loader", dir=os.environ.get("TMPDIR"))
   try:
-    datasets(folder)
+    datasets(folder, 10 if args.quick else 1)
     bench_reads(folder)
-    bench_loader(folder, not args.no_tensors)
+    rates = bench_loader(folder, not args.no_tensors)
     bench_transform(folder)
-    bench_peers(folder)
+    bench_peers(folder, rates)
   finally: shutil.rmtree(folder, ignore_errors=True)

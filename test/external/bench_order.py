@@ -4,10 +4,9 @@ import multiprocessing, resource, sys, time
 from concurrent.futures import ProcessPoolExecutor
 import numpy as np
 from extra.datasets.streaming.shuffle import ALGOS, Order, hash64
+from figures import figure
 
 def order(count, **kw): return Order(np.asarray(count, np.int64), hash64(np.arange(len(count)), "shard"), **{"seed": 9176, "epoch": 0, **kw})
-
-def show(name, got, limit, unit): print(f"{name:62s} {got:9.3f} {unit:9s} limit {limit:8.3f}  ratio {got / limit:5.2f}", flush=True)
 
 def seek(shards, samples, algo, lanes):
   """Worst seconds for construct + first 1,024 ids, at the begin, at 90 % and at the end of two epochs, and this process's peak in MB."""
@@ -41,14 +40,15 @@ if __name__ == "__main__":
         for lanes in (1, 64):
           with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
             worst, peak = pool.submit(seek, shards, samples, algo, lanes).result()
-          name = f"{shards} shards of {samples}, {algo}, {lanes} lanes: "
-          show(name + "first ids", worst, seconds, "s")
-          show(name + "peak", peak, mb, "MB")
+          name = f"{shards:,} shards of {samples:,}, {algo or 'in order'}, {lanes} lanes: "
+          figure(name + "first ids", worst, "s", seconds, most=1)
+          figure(name + "peak", peak, "MB", mb, most=1)
   if "stream" in sys.argv or len(sys.argv) == 1:
     uneven = 5000 + (hash64(np.arange(2000)) % np.uint64(6001)).astype(np.int64)
     for name, limit, count in (("8,192", 60, [8192] * 2000), ("1,000", 60, [1000] * 16_000), ("8,193", 130, [8193] * 2000),
                                ("5,000-11,000", 130, uneven), ("200,000 pieces of 1", 600, [1] * 200_000)):
-      for block in (1 << 18, 4_000_000): show(f"py1e, shards of {name}, block {block}", stream(count, block=block), limit, "ns/sample")
-    show("py1e, shards of 8,192, 64 lanes, block 262144", stream([8192] * 2000, lanes=64, block=1 << 18), 60, "ns/sample")
-    for lanes in (1, 64): show(f"naive, 122,070 shards of 8,192, {lanes} lanes", stream([8192] * 122_070, algo="naive", lanes=lanes), 25, "ns/sample")
-    for lanes in (1, 64): print(f"py1e, {lanes} lanes, 256 positions a call: {stream([8192] * 2000, 256, lanes=lanes):.0f} ns/sample")
+      for block in (1 << 18, 4_000_000): figure(f"py1e, shards of {name}, block {block:,}", stream(count, block=block), "ns/sample", limit, most=1)
+    figure("py1e, shards of 8,192, 64 lanes, block 262,144", stream([8192] * 2000, lanes=64, block=1 << 18), "ns/sample", 60, most=1)
+    for lanes in (1, 64):
+      figure(f"naive, 122,070 shards of 8,192, {lanes} lanes", stream([8192] * 122_070, algo="naive", lanes=lanes), "ns/sample", 25, most=1)
+    for lanes in (1, 64): figure(f"py1e, {lanes} lanes, 256 positions a call", stream([8192] * 2000, 256, lanes=lanes), "ns/sample")

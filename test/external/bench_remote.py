@@ -10,6 +10,7 @@ sys.path[:0] = [os.path.dirname(TEST), TEST]
 from extra.datasets.streaming import MDSWriter, StreamingDataLoader, StreamingDataset
 from extra.datasets.streaming.cache import Fetcher, Store, open_shards
 from extra.datasets.streaming.remote import Remote
+from figures import figure
 from servers import Fault, Server, server_process
 from test_cache import belady, least_recently
 
@@ -19,8 +20,6 @@ def write(out:str, shards:int, rows:int, size:int):
   x = np.random.default_rng(0).integers(0, 256, (rows, size), np.uint8)
   with MDSWriter(out=out, columns={"x": f"ndarray:uint8:{size}"}, size_limit=rows * (size + 4) + 1000, hashes=["sha1"]) as w:
     for _ in range(shards): w.write_batch({"x": x})
-
-def say(name:str, value:float, unit:str, limit:float, of:str): print(f"{name:44s} {value:9.2f} {unit:10s} {value / limit:6.2f} of {of} ({limit:.2f})")
 
 def reader(remote:str, local:str, number:int, order:list[int], done):
   """A worker: every second shard of the order, all its samples copied. Tells when the first is there, and the end."""
@@ -52,15 +51,15 @@ def cold(d:str, url:str, shards:int):
   got = sorted((done.get() for _ in range(4)), key=lambda x: x[1])
   stop.set()
   for p in ps: p.join()
-  say("cold, 2 readers and the fetcher", shards * PER_SHARD / (got[-1][1] - start), "samples/s", limit, "16 plain downloads at once")
-  say("  first shard", got[0][1] - start, "s", 0.25, "0.25 s")
+  figure("cold, 2 readers and the fetcher", shards * PER_SHARD / (got[-1][1] - start), "samples/s", limit, "16 plain downloads at once")
+  figure("cold, 2 readers and the fetcher: first shard", got[0][1] - start, "s", 0.25, most=1)
 
 def first(d:str, url:str, shards:int):
   rng, start = np.random.default_rng(0), time.perf_counter()
   store = Store(url, f"{d}/first")
   wants = [(store, k, rng.integers(0, PER_SHARD, 1)) for k in rng.permutation(shards)[:BATCH].tolist()]
   for (_, _, rows), shard in zip(wants, open_shards(wants, urgent=True)): shard.sample(int(rows[0]))
-  say(f"index and {len(wants)} rows of as many shards, cold", time.perf_counter() - start, "s", 0.25, "0.25 s")
+  figure(f"index and {len(wants)} rows of as many shards, cold", time.perf_counter() - start, "s", 0.25, most=1)
 
 def loader(d:str, url:str, shards:int):
   for name, local in (("cold", "loader"), ("second run", "loader")):
@@ -69,8 +68,8 @@ def loader(d:str, url:str, shards:int):
     with StreamingDataLoader(ds, BATCH, num_workers=2, tensors=False) as dl:
       first = None
       for n, _ in enumerate(dl, 1): first = first or time.perf_counter() - start
-    say(f"loader, 2 workers, {name}", n * BATCH / (time.perf_counter() - start), "samples/s", 2500, "2,500")
-    say("  first batch", first, "s", 0.25, "0.25 s")
+    figure(f"loader, 2 workers, {name}", n * BATCH / (time.perf_counter() - start), "samples/s", 2500, least=1)
+    figure(f"loader, 2 workers, {name}: first batch", first, "s", 0.25, most=1)
 
 def link(d:str):
   write(f"{d}/big", 4, 640, SAMPLE)
@@ -81,7 +80,7 @@ def link(d:str):
       f.feed(np.zeros(4), np.arange(4), np.arange(4), np.arange(1, 5))
       for k in range(4): store.open(k)
       f.close()
-      say(f"64 MB shards over {rate / 1e6:.0f} MB/s", server.sent / (time.perf_counter() - start) / 1e6, "MB/s", rate / 1e6, "the link")
+      figure(f"64 MB shards over {rate / 1e6:.0f} MB/s", server.sent / (time.perf_counter() - start) / 1e6, "MB/s", rate / 1e6, "the link")
 
 def sparse(d:str):
   with Server(f"{d}/big", lambda req: Fault(latency=LATENCY)) as server:
@@ -89,14 +88,14 @@ def sparse(d:str):
     server.reset_counts()
     start = time.perf_counter()
     store.part(2, np.array([77])).sample(77)
-    print(f"one sample of a 64 MB shard: {server.sent / 1e3:.0f} KB moved, {time.perf_counter() - start:.3f} s")
+    figure("one sample of a 64 MB shard, moved", server.sent / 1e3, "KB", SAMPLE / 1e3, "the sample", more=f"{time.perf_counter() - start:.3f} s")
     server.reset_counts()
     rng, drawn = np.random.default_rng(0), 0
     for _ in range(6):
       wants = [(store, k, rng.permutation(640)[:1]) for k in range(4)]
       open_shards(wants)
       drawn += 4 * SAMPLE
-    say("1 % of the samples drawn", server.sent / 1e6, "MB", drawn / 1e6, "the samples' bytes (limit 1.5)")
+    figure("1 % of the samples drawn, moved", server.sent / 1e6, "MB", drawn / 1e6, "the samples", most=1.5)
 
 def once(d:str, shards:int):
   with Server(f"{d}/data", lambda req: Fault(latency=LATENCY)) as server:
@@ -107,10 +106,10 @@ def once(d:str, shards:int):
     ps = [ctx.Process(target=rank, args=(i,)) for i in range(8)]
     for p in ps: p.start()
     for p in ps: p.join()
-    print(f"8 ranks: {len(server.hits)} files, at most {max(server.hits.values())} request a file")
+    figure(f"8 ranks, {len(server.hits)} files: most requests of a file", max(server.hits.values()), "", 1, most=1)
     server.reset_counts()
     rank(0)
-    print(f"second epoch: {sum(server.hits.values())} requests")
+    figure("second epoch: requests", sum(server.hits.values()), "", 0, most=1)
 
 def eviction(d:str, shards:int):
   order, ahead, half = [s for e in range(3) for s in np.random.default_rng(e).permutation(shards).tolist()], 4, shards // 2
@@ -123,8 +122,8 @@ def eviction(d:str, shards:int):
       f.advance((i + 1) * PER_SHARD)
     f.close()
     got = sum(n for path, n in server.hits.items() if "shard" in path)
-  print(f"3 epochs, cache = half: {got} fetched; the farthest next use needs {belady(order, half)} in {half} shards, "
-        f"{belady(order, half - ahead)} in {half - ahead} (the limit); least recently used {least_recently(order, half)}")
+  figure("3 epochs, cache = half: fetched", got, "shards", belady(order, half - ahead), f"the farthest next use in {half - ahead} shards", most=1,
+         more=f"in {half} it needs {belady(order, half)}, least recently used {least_recently(order, half)}")
 
 if __name__ == "__main__":
   count = int(sys.argv[1]) if len(sys.argv) > 1 else 98

@@ -10,6 +10,7 @@ Of K shards held at a time a batch of G has at best G/K samples each, so that `s
 import sys
 import numpy as np
 from extra.datasets.streaming.shuffle import ALGOS, Order, hash64
+from figures import figure
 
 SHARDS, SIZE, BATCH, LABELS = 1000, 1000, 256, 100
 N = SHARDS * SIZE
@@ -34,6 +35,8 @@ def measure(algo, block):
   return (int(live.max()) * SIZE / 1000, peak(begin), peak(begin[begin >= 2 * (block or 0)]), variance(piece, np.full(SHARDS, 1 / SHARDS)),
           variance(label[piece * SIZE + k], np.bincount(label, minlength=LABELS) / N))
 
+def bound(held): return BATCH * (1 / held - 1 / SHARDS) / (1 - 1 / SHARDS)
+
 def plot(lines):
   """An SVG of the shards' variance against the cache, both logarithmic. lines: {name: [(cache, variance)]}."""
   W, H, M = 720, 480, 60
@@ -57,14 +60,14 @@ def plot(lines):
   return "\n".join(out + ["</svg>\n"])
 
 if __name__ == "__main__":
-  print(f"{'algorithm':10s} {'block':>8s} {'cache MB':>9s} {'peak':>6s} {'later':>6s} {'shards':>8s} {'labels':>8s}")
   lines = {}
   for algo in ALGOS:
     for block in BLOCKS if algo in ("py1b", "py1br", "py1e", "py1e-iid") else (0,):
       cache, peak, later, shards, labels = measure(algo, block or None)
-      print(f"{algo:10s} {block or '-':>8} {cache:9.0f} {peak:6.1f} {later:6.1f} {shards:8.2f} {labels:8.2f}", flush=True)
+      figure(f"{algo}{f', block {block:,}' * bool(block)}: variance of shards", shards, "", bound(cache), "the least with that cache",
+             more=f"labels {labels:.2f}, cache {cache:.0f} MB, peak {peak:.1f}, later {later:.1f}")
       lines.setdefault(algo, []).append((cache, shards))
   held = 10**np.linspace(0, 3, 61)
-  lines["bound"] = [(k, max(.1, BATCH * (1 / k - 1 / SHARDS) / (1 - 1 / SHARDS))) for k in held]
+  lines["bound"] = [(k, max(.1, bound(k))) for k in held]
   if len(sys.argv) > 1:
     with open(sys.argv[1], "w") as f: f.write(plot(lines))
