@@ -1,6 +1,6 @@
 import os, re, runpy, shutil, subprocess, sys, types, unittest
 from unittest import mock
-from helpers import ROOT, TempDirTestCase
+from helpers import ROOT, TempDirTestCase, run_script, write_rows
 
 CODE = """
 import sys
@@ -19,6 +19,11 @@ try: from extra.datasets import nothing_of_this_name
 except ImportError: pass
 else: raise SystemExit("a name that is nowhere was found")
 print(s.__file__)
+"""
+
+TWO = """
+from extra.datasets.streaming import StreamingDataLoader, StreamingDataset, World
+print(len(list(StreamingDataLoader(StreamingDataset(sys.argv[1]), 10, num_workers=1, tensors=False, world=World(), method=sys.argv[2]))))
 """
 
 class TestLayouts(TempDirTestCase):
@@ -47,6 +52,17 @@ class TestLayouts(TempDirTestCase):
   def test_copied_into_a_checkout(self):
     shutil.copytree(os.path.join(ROOT, "extra/datasets/streaming"), self.path("tree/extra/datasets/streaming"))
     self.run_with(self.path("tree"), args=("merged",))
+
+  def test_two_versions(self):
+    # the server that forks workers imports before it hears of what the script did to sys.path
+    shutil.copytree(os.path.join(ROOT, "extra/datasets/streaming"), self.path("copy/extra/datasets/streaming"))
+    shutil.copy(os.path.join(ROOT, "extra/datasets/__init__.py"), self.path("copy/extra/datasets"))
+    write_rows(self.path("d"), 20)
+    code = f"import sys\nsys.path.insert(0, {self.path('copy')!r})\n" + TWO
+    r = run_script(code, self.path("d"), "forkserver")
+    self.assertIn("put the root of the latter into PYTHONPATH", r.stderr)
+    self.assertIn("RuntimeError: loader worker", r.stderr.splitlines()[-1])
+    self.assertEqual(run_script(code, self.path("d"), "spawn").stdout, "2\n")
 
 class TestInstalled(unittest.TestCase):
   def test_setup(self):

@@ -1,6 +1,6 @@
 """Workers that make batches, and the memory they make them in: nothing here knows what a batch is."""
-import collections, contextlib, ctypes, faulthandler, math, mmap, multiprocessing, os, pickle, queue, select, signal, sys, tempfile, threading, time
-import traceback, weakref
+import collections, contextlib, ctypes, faulthandler, math, mmap, multiprocessing, os, pickle, queue, select, signal, struct, sys, tempfile
+import threading, time, traceback, weakref
 from multiprocessing import reduction, resource_tracker, spawn
 from multiprocessing.connection import wait
 from typing import Any, Callable
@@ -126,6 +126,8 @@ class Inherited:
   def __reduce__(self): return _detach, (reduction.DupFd(self.fd),)
 def _detach(dup) -> Inherited: return Inherited(dup.detach())
 
+HERE = os.path.realpath(__file__)
+
 class Child:
   """A process at the other end of a pipe. It calls target(conn, *args) and is gone at once when its parent is."""
   ends:weakref.WeakSet = weakref.WeakSet()  # our ends of the pipes of all children
@@ -135,7 +137,7 @@ class Child:
     need_main = isinstance(payload, bytes) and b"__main__" in payload
     with quiet_start(need_main):
       ends = (*Child.ends, self.conn) if method == "fork" else ()
-      self.process = ctx.Process(target=child_main, args=(theirs, ends, target, payload, *args), daemon=True)
+      self.process = ctx.Process(target=child_main, args=(HERE, theirs, ends, target, payload, *args), daemon=True)
       self.process.start()
     theirs.close()
     Child.ends.add(self.conn)
@@ -155,7 +157,8 @@ class Child:
     self.process.join()
     self.process.close()
 
-def child_main(conn, ends:tuple, target:Callable, payload:Any, *args):
+def child_main(where:str, conn, ends:tuple, target:Callable, payload:Any, *args):
+  if where != HERE: raise ImportError(f"a new process imports {HERE}, the one that started it {where}: put the root of the latter into PYTHONPATH")
   signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's
   signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
   for c in ends: c.close()  # copied by fork: while a sibling holds one, its child would not see it close
@@ -178,6 +181,9 @@ def load(payload:Any) -> Any:
   return payload
 
 # *** workers ***
+
+# messages, without the dictionaries and copies of Connection.send: number of the job, offset and bytes of its slot, bytes of the job; size of a reply
+HEAD, SIZE = struct.Struct("<4q"), struct.Struct("<q")
 
 def serve(work:Callable, job:Any, mem:np.ndarray, counts:np.ndarray) -> tuple[str, Any]:
   start = time.perf_counter_ns()
@@ -219,16 +225,17 @@ def worker_main(conn, payload, number:int, stacks, ring:Inherited):
     error = RuntimeError(f"a worker process cannot load the loader's functions ({type(e).__name__}: {e}): define them at the top of a .py file that "
                          'can be imported, or use method="fork" or num_workers=0')
     error.__cause__ = e
-  while True:
-    seq, offset, nbytes, size = conn.recv()
+  while len(head := os.read(conn.fileno(), HEAD.size)) == HEAD.size:  # until the parent closes its end
+    seq, offset, nbytes, size = HEAD.unpack(head)
     if offset not in slots: slots[offset] = map_fd(ring.fd, nbytes, offset, write=True)
     job = pickle.loads(slots[offset][:size].tobytes())
     kind, value = serve(work, job, slots[offset], counts) if error is None else ("error", error)
-    try: reply = reduction.ForkingPickler.dumps((seq, kind, pack_error(value) if kind == "error" else value))
+    try: reply = pickle.dumps((seq, kind, pack_error(value) if kind == "error" else value))
     except Exception as e:
       why = TypeError(f"{job}: what the loader's functions returned cannot be sent from a worker process: {e}")
-      reply = reduction.ForkingPickler.dumps((seq, "error", pack_error(why)))
-    conn.send_bytes(reply)
+      reply = pickle.dumps((seq, "error", pack_error(why)))
+    left = memoryview(SIZE.pack(len(reply)) + reply)
+    while left: left = left[os.write(conn.fileno(), left):]
 
 class ProcessWorker:
   """
@@ -245,8 +252,8 @@ class ProcessWorker:
     self.stacks, theirs = multiprocessing.Pipe(duplex=False)
     self.child = Child(self.method, worker_main, self.payload, self.number, theirs, Inherited(self.ring.fd))
     theirs.close()
-    self.poll = select.poll()
-    self.poll.register(self.child.conn, select.POLLIN)
+    self.fd, self.got, self.poll = self.child.conn.fileno(), bytearray(), select.poll()
+    self.poll.register(self.fd, select.POLLIN)
   def send(self, seq:int, job:Any, slot:Slot):
     self.jobs[seq] = (job, pickle.dumps(job), slot)
     self.waiting.append(seq)
@@ -256,12 +263,19 @@ class ProcessWorker:
       seq = self.waiting.popleft()
       _, data, slot = self.jobs[seq]
       slot.mem[:len(data)] = np.frombuffer(data, np.uint8)
-      with contextlib.suppress(OSError): self.child.conn.send((seq, slot.offset, len(slot.mem), len(data)))  # recv sees a death, and sends again
-  def ready(self) -> bool: return bool(self.poll.poll(0))
+      with contextlib.suppress(OSError): os.write(self.fd, HEAD.pack(seq, slot.offset, len(slot.mem), len(data)))  # recv sees a death
+  def ready(self) -> bool: return bool(self.got or self.poll.poll(0))
+  def read(self) -> tuple[int, str, Any]:
+    while len(self.got) < SIZE.size or len(self.got) < (end := SIZE.size + SIZE.unpack_from(self.got)[0]):
+      if not (more := os.read(self.fd, 1 << 16)): raise EOFError
+      self.got += more
+    reply = pickle.loads(bytes(self.got[SIZE.size:end]))
+    del self.got[:end]
+    return reply
   def recv(self, timeout:float) -> tuple[int, str, Any]:
     while True:
-      if not self.poll.poll(timeout * 1000): raise TimeoutError(self.stack(timeout))
-      try: reply = self.child.conn.recv()
+      if not (self.got or self.poll.poll(timeout * 1000)): raise TimeoutError(self.stack(timeout))
+      try: reply = self.read()
       except (EOFError, OSError): self.replace()
       else:
         self.deaths, self.replied = 0, True
