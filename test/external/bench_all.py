@@ -4,8 +4,9 @@
   DEV=CPU python test/external/bench_all.py --only loader,order
 
 The benches' own lines go to stderr as they come, the table to stdout. Peers are measured where they are installed beside this package."""
-import argparse, datetime, json, os, platform, subprocess, sys, tempfile, threading, time
+import argparse, datetime, json, os, platform, subprocess, sys, tempfile, threading, time, timeit
 from importlib.metadata import PackageNotFoundError, version
+import numpy as np
 from figures import beside, num
 
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -27,9 +28,18 @@ def head() -> str:
     except PackageNotFoundError: return ""
   gb = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30)
   cpu = field("/proc/cpuinfo", "model name") or platform.machine()
-  return (f"{datetime.date.today()}; {cpu}, {len(os.sched_getaffinity(0))} cores, {gb:.0f} GB; {platform.system()} {platform.release()}\n\n"
+  return (f"{datetime.date.today()}; {cpu}, {len(os.sched_getaffinity(0))} cores, {gb:.0f} GB; {platform.system()} {platform.release()}; {speed()}\n\n"
           f"Python {platform.python_version()}, {of(('numpy', 'tinygrad', 'requests'))}. "
           f"Peers: {of(('mosaicml-streaming', 'litdata', 'torch')) or 'none installed'}.\n")
+
+def speed() -> str:
+  """What this machine does, in the units that the figures are limited by."""
+  def best(fn): return min(timeit.repeat(fn, number=1, repeat=7))
+  rng, a, b = np.random.default_rng(0), np.ones((100_000, 1024), np.uint8), np.ones((100_000, 1024), np.uint8)
+  picks = [rng.integers(0, len(a), 256) for _ in range(200)]
+  return (f"memcpy {a.nbytes / best(lambda: np.copyto(a, b)) / 1e9:.1f} GB/s, numpy gathers rows of 1 KB in "
+          f"{best(lambda: [a[i] for i in picks]) / 51_200 * 1e6:.2f} us each, a million turns of a Python loop "
+          f"{best(lambda: [None for _ in range(10**6)]) * 1e3:.0f} ms")
 
 def run(script:str, timeout:float) -> tuple[list[dict], str, float]:
   """A bench's records, its last line if it failed, and its seconds."""
