@@ -440,9 +440,9 @@ class TestLimit(CacheCase):
     with a.folder.run(a.table, 0, np.array([0, 1, 2, 5, 6, 7]), lo, lo + 10):
       self.check(b, 9)                                              # nobody uses 3 again
       self.assertEqual(sorted(files(self.path("c"))), [f"shard.0000{k}.mds" for k in (0, 1, 2, 9)])
-      self.assertTrue(b.warm(5, 400, threading.Event()))            # 9 is nobody's either
-      self.assertTrue(b.warm(6, 450, threading.Event()))            # 2 is used at 500
-      self.assertFalse(b.warm(7, 460, threading.Event()))           # all that is kept is used before
+      self.assertTrue(b.warm(5, 400))            # 9 is nobody's either
+      self.assertTrue(b.warm(6, 450))            # 2 is used at 500
+      self.assertFalse(b.warm(7, 460))           # all that is kept is used before
       self.assertEqual(sorted(files(self.path("c"))), [f"shard.0000{k}.mds" for k in (0, 1, 5, 6)])
       self.check(b, 7)                                              # but who reads it gets it
       self.assertEqual(sorted(files(self.path("c"))), [f"shard.0000{k}.mds" for k in (0, 1, 5, 7)])

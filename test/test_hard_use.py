@@ -1,10 +1,11 @@
 """What a training run meets sooner or later: full pipes, odd results, interrupts at any moment, servers that die."""
-import gc, json, os, resource, select, signal, subprocess, sys, threading, unittest
+import contextlib, gc, json, os, resource, select, signal, subprocess, sys, threading, unittest
 from unittest import mock
 import numpy as np
 from tinygrad import dtypes
 from extra.datasets.streaming import MDSWriter, Stream, StreamingDataLoader, StreamingDataset, World, load_checkpoint, save_checkpoint
 from extra.datasets.streaming import loader
+from extra.datasets.streaming.cache import Store
 from extra.datasets.streaming.loader import UserError
 from extra.datasets.streaming.remote import RemoteError
 from extra.datasets.streaming.stats import Stats
@@ -151,7 +152,52 @@ class TestCtrlC(HardCase):
       for fd in ends: self.assertTrue(select.select([fd], [], [], 5)[0], method)
       p.stdout.close()
 
+STALLED = """
+import sys
+import numpy as np
+from extra.datasets.streaming import StreamingDataLoader, StreamingDataset, World
+if __name__ == "__main__":
+  ds = StreamingDataset(sys.argv[1], sys.argv[2], shuffle=True)
+  if sys.argv[3] == "sample": ds[5]
+  if sys.argv[3] == "gather": ds.gather(np.arange(0, 1000, 9))
+  for _ in StreamingDataLoader(ds, 50, num_workers=int(sys.argv[3]), tensors=False, world=World()): pass
+"""
+
 class TestServers(HardCase):
+  def interrupt(self, asked:threading.Event, *args:str):
+    """Ctrl-C to STALLED once it has asked: it ends at once, without waiting for an answer."""
+    with open(self.path("s.py"), "w") as f: f.write(STALLED)
+    p = subprocess.Popen([sys.executable, self.path("s.py"), *args], env={**os.environ, "PYTHONPATH": ROOT}, text=True,
+                         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True)
+    self.addCleanup(lambda: p.poll() is None and p.kill())
+    self.assertTrue(asked.wait(60))
+    os.killpg(p.pid, signal.SIGINT)
+    _, err = p.communicate(timeout=30)
+    self.assertEqual((p.returncode, err.strip().splitlines()[-1]), (-signal.SIGINT, "KeyboardInterrupt"), err)
+  def test_ctrl_c_while_a_server_says_nothing(self):
+    self.rows(1000)
+    for n, (doing, file) in enumerate((("0", "index"), ("sample", "shard"), ("gather", "shard"), ("0", "shard"), ("2", "shard"))):
+      with self.subTest((doing, file)):
+        asked, never = threading.Event(), threading.Event()
+        self.addCleanup(never.set)
+        def fault(req, file=file, asked=asked, never=never):
+          if file in req.path: asked.set() or never.wait(120)
+        with Server(self.path("d"), fault) as s:
+          try: self.interrupt(asked, s.url, self.path(f"c{n}"), doing)
+          finally: never.set()
+  def test_ctrl_c_while_another_process_fetches(self):
+    self.rows(1000)
+    with Server(self.path("d")) as s:
+      store, asked = Store(s.url, self.path("c")), threading.Event()
+      len(store.index)
+      with contextlib.ExitStack() as locks:
+        for i in range(len(store.index)): locks.enter_context(store.folder.lock(f"{store.table}.{i}"))
+        def waits():
+          while not asked.is_set():
+            with open("/proc/locks") as f:
+              if "-> FLOCK" in f.read(): asked.set()
+        threading.Thread(target=waits, daemon=True).start()
+        self.interrupt(asked, s.url, self.path("c"), "0")
   def test_close_leaves_nothing_in_the_cache(self):
     self.rows(1000)
     with Server(self.path("d")) as s:
@@ -177,10 +223,13 @@ class TestServers(HardCase):
     with Server(self.path("d")) as s:
       ds = StreamingDataset(s.url, self.path("c"), shuffle=True)
       with self.loader(ds, 50, num_workers=1) as dl:
-        ids = []
+        ids, killed = [], 0
         for n, batch in enumerate(dl):
           ids += batch["id"].tolist()
-          if n in (2, 5): os.kill(dl._ahead.child.process.pid, signal.SIGKILL)
+          if n % 3 == 2 and killed < 2 and (child := dl._ahead.child) is not None:
+            os.kill(child.process.pid, signal.SIGKILL)
+            killed += 1
+        self.assertEqual(killed, 2)
         self.assertEqual(ids, ds.sample_ids(0, 0, 1000).tolist())
       def broken(*args): raise ValueError("it never starts")
       with mock.patch.object(loader, "Follower", broken), self.loader(ds, 50, num_workers=1, method="fork") as dl:

@@ -1,10 +1,11 @@
 import contextlib, email.utils, os, pickle, re, threading, time, unittest
+from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 import numpy as np
 import requests
 from extra.datasets.streaming import MDSWriter
 from extra.datasets.streaming.cache import Store
-from extra.datasets.streaming.remote import Cancelled, NoRanges, Remote, RemoteError, cancel, redact
+from extra.datasets.streaming.remote import Cancelled, NoRanges, Remote, RemoteError, Stop, redact
 from helpers import TempDirTestCase, run_script
 from servers import Fault, Server
 
@@ -68,8 +69,15 @@ class Kinds:
     self.assertNotIsInstance(e.exception, RemoteError)
   def test_stop(self):
     self.remote.put(self.path("data"), "x")
-    (stop := threading.Event()).set()
-    with self.assertRaises(Cancelled): self.remote.get("x", self.path("out"), stop=stop)
+    def run():
+      (outer := Stop()).bind()
+      inner = Stop()
+      outer.set()
+      for stop in (outer, inner, Stop()):
+        stop.bind()
+        with self.assertRaises(Cancelled): self.remote.get("x", self.path("out"))
+      return True
+    with ThreadPoolExecutor(1) as pool: self.assertTrue(pool.submit(run).result())
   def test_pickle(self):
     self.remote.put(self.path("data"), "x")
     self.assertEqual(pickle.loads(pickle.dumps(self.remote)).read("x"), DATA)
@@ -327,20 +335,19 @@ class TestHTTP(Kinds, DataCase):
   def test_cancel(self):
     self.put()
     for fault in (Fault(latency=3600), Fault(stall=10)):
-      asked, ended, stop = threading.Event(), [], threading.Event()
+      asked, ended, stop = threading.Event(), [], Stop()
       def hook(req, fault=fault):
         asked.set()
         return fault
       self.server.fault, remote = hook, Remote(self.server.url, retry=3, timeout=3600)
       def run():
-        try: remote.get("x", self.path("out"), stop=stop)
+        stop.bind()
+        try: remote.get("x", self.path("out"))
         except RemoteError as e: ended.append(e)
       t = threading.Thread(target=run)
       t.start()
       self.assertTrue(asked.wait(30))
-      stop.set()
-      cancel({t.ident})
-      t.join(30)
+      stop.end(30)
       self.assertIsInstance(ended[0], Cancelled)
   def test_no_list(self):
     with self.assertRaisesRegex(RemoteError, "cannot be listed"): self.remote.list()

@@ -28,7 +28,8 @@ def head() -> str:
     except PackageNotFoundError: return ""
   gb = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30)
   cpu = field("/proc/cpuinfo", "model name") or platform.machine()
-  return (f"{datetime.date.today()}; {cpu}, {len(os.sched_getaffinity(0))} cores, {gb:.0f} GB; {platform.system()} {platform.release()}; {speed()}\n\n"
+  return (f"{datetime.date.today()}; {cpu}, {len(os.sched_getaffinity(0))} cores, {gb:.0f} GB; {platform.system()} {platform.release()}; "
+          f"{speed()}\n\n"
           f"Python {platform.python_version()}, {of(('numpy', 'tinygrad', 'requests'))}. "
           f"Peers: {of(('mosaicml-streaming', 'litdata', 'torch')) or 'none installed'}.\n")
 

@@ -12,12 +12,11 @@ safe to lose while no process uses the folder:
 """
 from __future__ import annotations
 import contextlib, errno, fcntl, hashlib, os, re, resource, secrets, shutil, threading, time, zlib
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Callable, Iterator
 from urllib.parse import quote, unquote
 import numpy as np
 from .format import INDEXES, File, FormatError, Index, Shard, decompress, hasher, size_of, splits_in, verify
-from .remote import NoRanges, Remote, RemoteError, cancel
+from .remote import Cancelled, NoRanges, Pool, Remote, RemoteError, Stop
 
 META, DEBUG = ".streaming", int(os.getenv("DEBUG", "0"))
 # bytes on disk, those on their way included; a stamp of the verified files (negative: only the size was checked); when it was last asked for
@@ -49,7 +48,10 @@ def locked(path:str, wait:bool=True, keep:bool=False) -> Iterator[bool]:
   while True:
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
-      fcntl.flock(fd, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+      try: fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+      except BlockingIOError:
+        if not wait: raise
+        await_lock(fd)
       if os.path.samestat(os.fstat(fd), os.stat(path)): break       # else who held it has removed it
     except FileNotFoundError: pass
     except BlockingIOError:
@@ -65,6 +67,19 @@ def locked(path:str, wait:bool=True, keep:bool=False) -> Iterator[bool]:
     if not keep: remove(path)
     fcntl.flock(fd, fcntl.LOCK_UN)                                  # a forked child may hold the descriptor too
     os.close(fd)
+
+def await_lock(fd:int):
+  """Take the flock when its holder leaves it. A thread that has a Stop leaves off when that is set: nothing else wakes a thread from flock."""
+  if (stop := Stop.here()) is None: return fcntl.flock(fd, fcntl.LOCK_EX)
+  stop.wakes.add(done := threading.Event())
+  def take(dup:int):
+    fcntl.flock(dup, fcntl.LOCK_EX)
+    os.close(dup)                                                   # and with it the lock, if nobody waits any more
+    done.set()
+  threading.Thread(target=take, args=(os.dup(fd),), name="streaming-lock", daemon=True).start()
+  if not stop.event.is_set(): done.wait()
+  stop.wakes.discard(done)
+  if stop.event.is_set(): raise Cancelled("stopped while waiting for another process")
 
 def remove(*paths:str):
   for p in paths:
@@ -358,15 +373,14 @@ class Store:
       except Busy as e:
         with self.folder.lock(str(e)): pass
 
-  def warm(self, shard:int, before:int, stop:threading.Event, placed:Callable[[], Any]=lambda: None) -> bool:
+  def warm(self, shard:int, before:int, placed:Callable[[], Any]=lambda: None) -> bool:
     """paths() for a shard that is used in `before` positions: False when there is no room for it yet. Calls `placed()` when it has its room."""
     if self._find(shard) is not None: return True
     with self.folder.lock(f"{self.table}.{shard}", wait=False) as mine:
-      with contextlib.suppress(NoRoom, Busy): return not mine or bool(self._find(shard) or self._have(shard, before, stop, placed))
+      with contextlib.suppress(NoRoom, Busy): return not mine or bool(self._find(shard) or self._have(shard, before, placed))
     return False
 
-  def _have(self, shard:int, before:int|None=None, stop:threading.Event|None=None,
-            placed:Callable[[], Any]=lambda: None) -> tuple[str, ...]:
+  def _have(self, shard:int, before:int|None=None, placed:Callable[[], Any]=lambda: None) -> tuple[str, ...]:
     """Verify what is on the disk, or else fetch it; under the lock of the shard."""
     raw, zipped, compression = self.index.files(shard)
     paths, need, full = self._local(raw), int(self.index.raw_size[shard] + self.index.zip_size[shard]), False
@@ -380,7 +394,7 @@ class Store:
           self._add(evicted=self.folder.reserve(self.table, shard, need, self.limit, before, full))
           placed()
           try:
-            for i, file in enumerate(raw): self._fetch(shard, file, zipped[i] if zipped else None, compression, stop)
+            for i, file in enumerate(raw): self._fetch(shard, file, zipped[i] if zipped else None, compression)
             break
           except OSError as e:
             if e.errno not in (errno.ENOSPC, errno.EDQUOT): raise
@@ -402,7 +416,7 @@ class Store:
     except (FileNotFoundError, FormatError): return False
     return True
 
-  def _fetch(self, shard:int, file:File, zipped:File|None, compression:str|None, stop:threading.Event|None):
+  def _fetch(self, shard:int, file:File, zipped:File|None, compression:str|None):
     path, = self._local((file,))
     os.makedirs(os.path.dirname(path), exist_ok=True)
     with self.folder.temp() as tmp:
@@ -416,7 +430,7 @@ class Store:
           for algo, h in hashes.items():
             if h.hexdigest() != file.hashes[algo]:
               raise FormatError(f"{self.where}: {file.name} has {algo} {h.hexdigest()}, its index says {file.hashes[algo]}")
-        if not self._complete(shard, file, tmp): self._get(shard, file, tmp, path, check, stop, tap)
+        if not self._complete(shard, file, tmp): self._get(shard, file, tmp, path, check, tap)
       else:
         kept, = self._local((zipped,))
         def unzip(got:str):
@@ -427,12 +441,12 @@ class Store:
         try: unzip(kept)
         except (FileNotFoundError, FormatError):
           with self.folder.temp() as ztmp:
-            self._get(shard, zipped, ztmp, kept, unzip, stop)
+            self._get(shard, zipped, ztmp, kept, unzip)
             if self.keep_zip: os.replace(ztmp, kept)
       os.replace(tmp, path)
 
-  def _get(self, shard:int, file:File, tmp:str, path:str, check, stop:threading.Event|None, tap=None):
-    try: self.remote.get(self.prefix + file.name, tmp, file.size, check, stop, tap)
+  def _get(self, shard:int, file:File, tmp:str, path:str, check, tap=None):
+    try: self.remote.get(self.prefix + file.name, tmp, file.size, check, tap)
     except RemoteError as e:
       if not e.corrupt: raise
       with contextlib.suppress(FileNotFoundError): os.replace(tmp, path + ".corrupt")
@@ -557,7 +571,8 @@ def open_shards(wants:list[tuple[Store, int, np.ndarray|None]], urgent:bool=Fals
     return rows is not None and store.part(shard, rows, urgent, map) or store.open(shard)
   if len(wants) == 1 or all(store.has(shard) for store, shard, _ in wants): return [one(want) for want in wants]
   threads = bounded(threads)
-  with ThreadPoolExecutor(threads) as shards, ThreadPoolExecutor(threads) as ranges: return list(shards.map(lambda w: one(w, ranges.map), wants))
+  with Pool(threads, "streaming-open") as shards, Pool(threads, "streaming-range") as ranges:
+    return shards.run(lambda w: one(w, ranges.run), wants)
 
 class Fetcher:
   """Threads that fetch what an order is going to use before it is used. They only warm the cache: a reader calls Store.paths() itself.
@@ -566,7 +581,7 @@ class Fetcher:
   while that gains throughput, to `threads` at most, and is halved when a server says that it is too much."""
   def __init__(self, stores:list[Store], threads:int=16, ahead:int=1 << 29, shards:int=64):
     self.stores, self.ahead, self.shards, self.position, self.next = stores, ahead, shards, 0, 0
-    self.change, self.stop, self.runs, self.full = threading.Condition(), threading.Event(), contextlib.ExitStack(), False
+    self.change, self.stop, self.runs, self.full = threading.Condition(), Stop(), contextlib.ExitStack(), False
     self.store = self.shard = self.lo = self.hi = np.zeros(0, np.int64)
     self.positions:list[str] = []
     self.most = bounded(threads)
@@ -617,17 +632,18 @@ class Fetcher:
     return None
 
   def _run(self):
+    self.stop.bind()
     while True:
       with self.change:
-        while not self.stop.is_set() and (i := self._pick()) is None: self.change.wait()
-        if self.stop.is_set(): return
+        while not self.stop.event.is_set() and (i := self._pick()) is None: self.change.wait()
+        if self.stop.event.is_set(): return
         store, shard, before = self.stores[self.store[i]], int(self.shard[i]), max(0, int(self.lo[i]) - self.position)
         pressure, feed, thin = store.remote.pressure, self.lo, self.thin[i]
         self.active += 1
         turn = self.asking = object() if store.limited else None
       room = True
       with contextlib.suppress(Exception):                          # who reads it gets the error
-        if not (thin and store.part(shard, np.zeros(0))): room = store.warm(shard, before, self.stop, lambda turn=turn: self._placed(turn))
+        if not (thin and store.part(shard, np.zeros(0))): room = store.warm(shard, before, lambda turn=turn: self._placed(turn))
       with self.change:
         self.active -= 1
         if self.asking is turn: self.asking = None
@@ -658,9 +674,5 @@ class Fetcher:
     """End the threads at once, with what they were fetching."""
     self.stop.set()
     with self.change: self.change.notify_all()
-    idents = {t.ident for t in self.threads}
-    for t in self.threads:
-      while t.is_alive():
-        cancel(idents)
-        t.join(0.05)
+    self.stop.end()
     self.runs.close()

@@ -1,12 +1,12 @@
 """A dataset of shards as one long sequence: random access, vectorised reads and the order of an epoch."""
 import bisect, collections, ctypes, os, threading, time
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Callable, Sequence
 import numpy as np
 from .cache import Store, open_shards
 from .format import Encoding, FormatError, Shard, encoding, locate, memory
 from .mix import Mix, Source, Stream
 from .partition import World
+from .remote import Pool
 from .shuffle import hash64
 
 DEBUG = int(os.environ.get("DEBUG", "0") or 0)
@@ -114,7 +114,7 @@ class StreamingDataset:
     self._open()
 
   def _open(self):
-    with ThreadPoolExecutor(min(32, len(self.streams)), "streaming-open") as pool: self.stores = list(pool.map(self._store, self.streams))
+    with Pool(min(32, len(self.streams)), "streaming-open") as pool: self.stores = pool.run(self._store, self.streams)
     indexes = [s.index for s in self.stores]
     self.first_shard = np.cumsum([0, *map(len, indexes)]).tolist()
     self.offsets = np.concatenate([[0], np.cumsum(np.concatenate([x.samples for x in indexes]))]).astype(np.int64)

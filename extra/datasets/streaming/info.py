@@ -1,13 +1,12 @@
 """What is in a dataset, and is it whole: python -m extra.datasets.streaming.info PATH_OR_URL"""
 import argparse, itertools, json, os, re, sys, tempfile
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Iterator
 import numpy as np
 from .format import CAP, INDEXES, TEXT, File, FormatError, Index, Schema, Shard, decompress, digests, encoding, splits_in, verify
 from .write import SHARD_NAME, natural, write_atomic
 from .mix import Mix, Source, Stream
-from .remote import Remote
+from .remote import Pool, Remote
 
 SHARDS, ROWS = 8, 4096  # how many, evenly spread, the sizes of columns are measured on; one shard where it must be fetched first
 
@@ -48,7 +47,7 @@ def broken(remote:Remote, index:Index) -> Iterator[str]:
       (shard.values if shard.schema.format in TEXT else shard.spans)(np.arange(shard.samples), shard.schema.names[0])
       return ""
     except (FormatError, OSError) as e: return str(e)
-  with ThreadPoolExecutor(4) as pool: yield from pool.map(check, range(len(index)))
+  with Pool(4, "streaming-info") as pool: yield from pool.map(check, range(len(index)))
 
 def sizes(shard:Shard, column:str) -> np.ndarray:
   rows = np.unique(np.linspace(0, shard.samples - 1, ROWS, dtype=np.int64))

@@ -9,7 +9,7 @@ from .format import map_fd
 from .mix import Mix
 from .partition import World, batches
 from .pool import ALIGN, COUNTS, MAX_DEATHS, Carver, Child, Engine, Inherited, NeedRoom, Slot, board, dump, load, uninterrupted
-from .remote import RemoteError
+from .remote import RemoteError, results
 from .stats import Stats
 
 STATE_VERSION = 1
@@ -248,12 +248,16 @@ def aside(fn:Callable, *args) -> Future:
   try: return pool.submit(fn, *args)
   finally: pool.shutdown(wait=False)
 
+def at_once(fn:Callable, *args) -> Future:
+  (f := Future()).set_result(fn(*args))
+  return f
+
 def schedule(mix:Mix, epoch:int, start:int, size:int, rank:int, ranks:int, drop_last:bool, rows:int|None,
              cold:int) -> Iterator[tuple[int, int, Job|None]]:
   """(epoch, position after the batch, job) from a position on, for ever; a job of None ends an epoch. Short batches are padded to `rows`."""
   coming:Future|None = None
   while True:
-    plan, length = mix.plan(epoch) if coming is None else coming.result(), mix.length(epoch, whole=drop_last)
+    plan, length = mix.plan(epoch) if coming is None else results([coming])[0], mix.length(epoch, whole=drop_last)
     coming = None
     sparse = 2 * length < sum(mix.total)
     n = batches(length, start, size, drop_last)
@@ -382,7 +386,7 @@ class StreamingDataLoader:
     return engine, ahead
 
   def _settle(self):
-    first, (self._engine, self._ahead), self._rest = self._engine, self._rest(), None
+    first, [(self._engine, self._ahead)], self._rest = self._engine, results([self._rest]), None
     if self._engine is not first:
       self._counts.keep(first)
       self._parts.remove(first)
@@ -411,8 +415,7 @@ class StreamingDataLoader:
     self._coming.popleft()
     if not self._cold: self._fill()
     # in a thread of its own the start of processes keeps nobody waiting, but fork would copy it alone and whatever locks the others hold
-    elif self.method == "fork": self._rest = functools.partial(tuple, self._go_on(epoch, sample))
-    else: self._rest = aside(self._go_on, epoch, sample).result
+    else: self._rest = (at_once if self.method == "fork" else aside)(self._go_on, epoch, sample)
     self._cold = False
 
   def _next(self, current:"Pass") -> Any:

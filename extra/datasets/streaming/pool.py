@@ -6,6 +6,7 @@ from multiprocessing.connection import wait
 from typing import Any, Callable
 import numpy as np
 from .format import map_fd
+from .remote import TICK, Stop
 
 ALIGN = 64        # tinygrad's CPU kernels load whole vectors: from_blob at an unaligned address crashes
 MAX_DEATHS = 3    # of one worker in a row
@@ -199,23 +200,26 @@ def serve(work:Callable, job:Any, mem:np.ndarray, counts:np.ndarray) -> tuple[st
 class ThreadWorker:
   """Makes batches in a background thread of this process."""
   def __init__(self, work:Callable, ring:Ring):
-    self.inbox, self.outbox = queue.SimpleQueue(), queue.SimpleQueue()
-    self.thread = threading.Thread(target=self._main, args=(work, self.inbox, self.outbox, ring.board[0]), name="streaming-loader", daemon=True)
+    self.inbox, self.outbox, self.stop = queue.SimpleQueue(), queue.SimpleQueue(), Stop()
+    self.thread = threading.Thread(target=self._main, args=(work, self.inbox, self.outbox, self.stop, ring.board[0]), name="streaming-loader",
+                                   daemon=True)
     self.thread.start()
   @staticmethod
-  def _main(work, inbox, outbox, counts):
+  def _main(work, inbox, outbox, stop, counts):
+    stop.bind()
     while (task := inbox.get()) is not None: outbox.put((task[0], *serve(work, task[1], task[2].mem, counts)))
   def send(self, seq:int, job:Any, slot:Slot): self.inbox.put((seq, job, slot))
   def ready(self) -> bool: return not self.outbox.empty()
   def recv(self, timeout:float) -> tuple[int, str, Any]:
-    try: return self.outbox.get(timeout=timeout)
-    except queue.Empty:
-      stack = "".join(traceback.format_stack(sys._current_frames().get(self.thread.ident)))
-      raise TimeoutError(f"the loader's thread has been at a batch for {timeout} s:\n{stack}") from None
+    deadline = time.monotonic() + timeout
+    while (left := deadline - time.monotonic()) > 0:
+      with contextlib.suppress(queue.Empty): return self.outbox.get(timeout=min(TICK, left))
+    stack = "".join(traceback.format_stack(sys._current_frames().get(self.thread.ident)))
+    raise TimeoutError(f"the loader's thread has been at a batch for {timeout} s:\n{stack}")
   def hang_up(self): self.inbox.put(None)
   def close(self, wait_s:float=0.5):
     self.hang_up()
-    if self.thread is not threading.current_thread(): self.thread.join(5)
+    self.stop.end(5)
 
 def worker_main(conn, payload, number:int, stacks, ring:Inherited):
   faulthandler.register(signal.SIGUSR1, stacks.fileno(), all_threads=True)
@@ -273,8 +277,10 @@ class ProcessWorker:
     del self.got[:end]
     return reply
   def recv(self, timeout:float) -> tuple[int, str, Any]:
+    deadline = time.monotonic() + timeout
     while True:
-      if not (self.got or self.poll.poll(timeout * 1000)): raise TimeoutError(self.stack(timeout))
+      while not (self.got or self.poll.poll(min(TICK, timeout) * 1000)):
+        if time.monotonic() > deadline: raise TimeoutError(self.stack(timeout))
       try: reply = self.read()
       except (EOFError, OSError): self.replace()
       else:

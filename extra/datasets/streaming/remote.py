@@ -1,11 +1,14 @@
 """Bytes from a path, http(s):// (requests) or any fsspec URL: get, get a range, put, list."""
 from __future__ import annotations
-import contextlib, email.utils, os, random, re, shutil, socket, threading, time, weakref
-from typing import Any, Callable, Iterator
+import contextlib, email.utils, math, os, random, re, shutil, socket, threading, time, weakref
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any, Callable, Iterable, Iterator
 from urllib.parse import quote, unquote, urlsplit, urlunsplit
 from .format import need
 
 SLOW, BLOCK, STEP = 1024, 1 << 18, 1 << 24    # bytes/s under which a transfer counts as stalled; bytes asked at once of a socket, of a file
+
+TICK = 0.5  # seconds of a wait in the main thread: Ctrl-C that comes while CPython lets go of its lock before a wait does not end it
 
 class RemoteError(OSError):
   """A transfer that failed for good. The text names the URL without its credentials, the status or reason, and the attempts.
@@ -15,7 +18,7 @@ class RemoteError(OSError):
     self.status, self.corrupt = status, corrupt
 
 class NoRanges(RemoteError): """The server answers a request for a range with the whole file."""
-class Cancelled(RemoteError): """The caller's stop event was set."""
+class Cancelled(RemoteError): """The thread's Stop was set."""
 
 class _Again(Exception):       # an attempt that failed in a way that may heal; pressed: because the server is asked for too much
   def __init__(self, why:str, status:int|None=None, wait:float=0.0, corrupt:bool=False, pressed:bool=False):
@@ -46,7 +49,7 @@ class _Pace:
     if self.got >= SLOW * self.timeout: self.start, self.got = time.monotonic(), 0
     elif time.monotonic() - self.start > self.timeout: raise _Again(f"stalled: {self.got} bytes in {self.timeout:g} s", pressed=True)
 
-_mine, _sockets = threading.local(), weakref.WeakKeyDictionary()    # this thread's session; all connections, by the thread that uses them
+_mine = threading.local()      # this thread's session, its Stop and, where it has one, its connections
 
 def session():
   """The requests session of this thread of this process, which keeps connections alive for all remotes."""
@@ -58,18 +61,61 @@ def session():
         pool = super().get_connection_with_tls_context(*args, **kwargs)
         if isinstance(make := pool.ConnectionCls, type):
           def connect(**kw):
-            _sockets[conn := make(**kw)] = threading.get_ident()
+            conn, mine = make(**kw), getattr(_mine, "connections", [])
+            mine[:] = [*(ref for ref in mine if ref() is not None), weakref.ref(conn)]
             return conn
           pool.ConnectionCls = connect
         return pool
     for scheme in ("http://", "https://"): _mine.session.mount(scheme, Adapter())
   return _mine.session
 
-def cancel(threads:set[int]) -> None:
-  """End the HTTP transfers of these threads (by ident) at once; each then fails as if the server had hung up."""
-  for conn, ident in list(_sockets.items()):
-    if ident in threads and (sock := conn.sock) is not None:
-      with contextlib.suppress(OSError): sock.shutdown(socket.SHUT_RDWR)
+class Stop:
+  """Ends what the threads bound to it wait for: transfers, pauses between attempts, locks. One made in such a thread ends with that thread's."""
+  def __init__(self):
+    self.event, self.wakes, self.inner, self.outer = threading.Event(), set(), set(), Stop.here()
+    self.threads:dict[threading.Thread, list] = {}   # with their connections, weakly: only a thread itself changes its list
+    if self.outer is not None:
+      self.outer.inner.add(self)
+      if self.outer.event.is_set(): self.event.set()
+  @staticmethod
+  def here() -> Stop|None: return getattr(_mine, "stop", None)
+  def bind(self):
+    """Bind this thread to it."""
+    _mine.stop, _mine.connections = self, []
+    self.threads[threading.current_thread()] = _mine.connections
+  def set(self):  # noqa: A003
+    self.event.set()
+    for event in list(self.wakes): event.set()
+    for connections in list(self.threads.values()):
+      for ref in list(connections):
+        if (conn := ref()) is not None and (sock := conn.sock) is not None:
+          with contextlib.suppress(OSError): sock.shutdown(socket.SHUT_RDWR)
+    for stop in list(self.inner): stop.set()
+  def end(self, seconds:float=math.inf):
+    """Set it until its threads are at their end, for so long at most."""
+    deadline, me = time.monotonic() + seconds, threading.current_thread()
+    self.set()
+    while (alive := [t for t in list(self.threads) if t is not me and t.is_alive()]) and time.monotonic() < deadline:
+      alive[0].join(0.05)
+      self.set()   # one may have been about to ask
+
+def results(futures:list[Future]) -> list:
+  """What they come to, when all are at their end."""
+  while wait(futures, TICK).not_done: pass
+  return [f.result() for f in futures]
+
+class Pool(ThreadPoolExecutor):
+  """Threads that end at once when the `with` is left by Ctrl-C or the thread that made them is stopped."""
+  def __init__(self, threads:int, name:str):
+    self.stop = Stop()
+    super().__init__(threads, name, initializer=self.stop.bind)
+  def run(self, fn:Callable, items:Iterable) -> list: return results([self.submit(fn, x) for x in items])
+  def __exit__(self, kind, *rest):
+    if kind is not None and not issubclass(kind, Exception) or self.stop.event.is_set():
+      self.shutdown(wait=False, cancel_futures=True)
+      self.stop.end()
+    if self.stop.outer is not None: self.stop.outer.inner.discard(self.stop)
+    return super().__exit__(kind, *rest)
 
 class Remote:
   """A place that holds named files: a folder (path or file://), http(s)://, or any URL that fsspec knows.
@@ -98,28 +144,29 @@ class Remote:
       if len(s) > 2: text = text.replace(s, "***")
     return text.replace(self.url, self.where)
 
-  def _attempts(self, verb:str, name:str, once:Callable[[], Any], stop:threading.Event|None=None) -> Any:
+  def _attempts(self, verb:str, name:str, once:Callable[[], Any]) -> Any:
+    stop = Stop.here()
     for n in range(self.retry + 1):
-      if stop is not None and stop.is_set(): raise Cancelled(f"{verb} {self.at(name)}: stopped")
+      if stop is not None and stop.event.is_set(): raise Cancelled(f"{verb} {self.at(name)}: stopped")
       try: return once()
       except _Again as e: why = e
       self.pressure += why.pressed
       if n < self.retry:
         wait = max(min(why.wait, self.timeout), min(30, 0.25 * 2 ** n) * random.uniform(0.5, 1.5))
         if stop is None: time.sleep(wait)
-        else: stop.wait(wait)
+        else: stop.event.wait(wait)
     raise RemoteError(f"{verb} {self.at(name)}: {why} ({self.retry + 1} attempt{'s' if self.retry else ''})", why.status, why.corrupt)
 
-  def _once(self, name:str, sink:Callable[[bytes], Any], size:int|None, span:tuple[int, int, int]|None, stop:threading.Event|None):
+  def _once(self, name:str, sink:Callable[[bytes], Any], size:int|None, span:tuple[int, int, int]|None):
     """One attempt to hand all bytes of a file, or the `span` of it (start, stop, size of the file), to sink; `size` is how many must come."""
-    pace, got = _Pace(self.timeout), 0
+    pace, got, stop = _Pace(self.timeout), 0, Stop.here()
     with contextlib.closing({"file": self._file, "http": self._http, "fsspec": self._fsspec}[self.kind](name, size, span)) as chunks:
       for chunk in chunks:
         got += len(chunk)
         if size is not None and got > size: break
         sink(chunk)
         pace(len(chunk))
-        if stop is not None and stop.is_set(): raise Cancelled(f"GET {self.at(name)}: stopped")
+        if stop is not None and stop.event.is_set(): raise Cancelled(f"GET {self.at(name)}: stopped")
     if size is not None and got != size: raise _Again(f"{'more than ' if got > size else ''}{min(got, size)} bytes where {size} are expected")
 
   def _file(self, name:str, size:int|None, span:tuple[int, int, int]|None) -> Iterator[bytes]:
@@ -196,17 +243,17 @@ class Remote:
     except Exception as e: raise _Again(self._scrub(f"{type(e).__name__}: {e}")) from None
     raise RemoteError(f"{verb} {self.at(name)}: {self._scrub(f'{type(why).__name__}: {why}')} (1 attempt)", status)
 
-  def get(self, name:str, path:str, size:int|None=None, check:Callable[[str], Any]|None=None, stop:threading.Event|None=None,
+  def get(self, name:str, path:str, size:int|None=None, check:Callable[[str], Any]|None=None,
           tap:Callable[[], Callable[[bytes], Any]]|None=None) -> None:
     """Write the file `name` to `path`. `check(path)` may raise ValueError: then the file is fetched again, as after a short body; the last
     bad file is left at `path`. `tap()`, called for each attempt, gives a function that sees all bytes as they come. Raises RemoteError, Cancelled
-    once `stop` is set, and OSError for what is wrong with this disk."""
+    once the thread is stopped, and OSError for what is wrong with this disk."""
     def once():
       see = tap() if tap is not None else lambda chunk: None
-      with open(path, "wb") as f: self._once(name, lambda chunk: (f.write(chunk), see(chunk)), size, None, stop)
+      with open(path, "wb") as f: self._once(name, lambda chunk: (f.write(chunk), see(chunk)), size, None)
       try: check is None or check(path)
       except ValueError as e: raise _Again(str(e), corrupt=True) from None
-    self._attempts("GET", name, once, stop)
+    self._attempts("GET", name, once)
 
   def read(self, name:str) -> bytes:
     """All bytes of the file `name`."""
@@ -217,7 +264,7 @@ class Remote:
   def _bytes(self, name:str, size:int|None=None, span:tuple[int, int, int]|None=None) -> bytes:
     def once() -> bytes:
       parts:list[bytes] = []
-      self._once(name, parts.append, size, span, None)
+      self._once(name, parts.append, size, span)
       return b"".join(parts)
     return self._attempts("GET", name, once)
 

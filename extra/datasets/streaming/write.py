@@ -2,11 +2,11 @@
 import contextlib, itertools, json, os, re, shutil, struct, tempfile
 from array import array
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Iterable
 import numpy as np
 from .format import (CAP, INDEXES, TEXT, FormatError, Index, Schema, _inside, cast, codec, compress, digests, encoding, hasher, size_of, strided,
                      typed)
+from .remote import Pool, Remote
 
 BLOCK = 1 << 22  # rows gather in memory up to this size before they go to the shard's file
 SHARD_NAME = re.compile(r"(?P<stem>shard\.(?P<number>\d{5,})\.(?:mds|json|csv|tsv|xsv))(?:\.meta)?(?:\.(?:br|bz2|gz|snappy|zstd))?")
@@ -52,13 +52,11 @@ class _Writer:
     self.rows, self._closed, self._jobs, self._made, self._entries, self._old = 0, "", deque(), [], [], []
     local, url = out if isinstance(out, (tuple, list)) else (None, out) if "://" in os.fspath(out) else (out, None)
     self.remote:Any = None
-    if url is not None:
-      from .remote import Remote
-      self.remote = Remote(url)
+    if url is not None: self.remote = Remote(url)
     self.local, self._scratch = None if local is None else os.path.expanduser(os.fspath(local)), None
     self._number = self._claim(exist_ok, append)
     self._start()
-    self._pool = ThreadPoolExecutor(self._workers, "streaming-writer")
+    self._pool = Pool(self._workers, "streaming-writer")
 
   def _claim(self, exist_ok:bool, append:bool) -> int:
     """Make sure that what is there comes to no harm, and return the number of the first shard."""
@@ -71,7 +69,6 @@ class _Writer:
     shards = {n: int(m["number"]) for n in there if (m := SHARD_NAME.fullmatch(n.removeprefix(".").removesuffix(".tmp")))}
     numbers = list(shards.values())
     if append and (index or far):
-      from .remote import Remote
       place = Remote(self.local) if index else self.remote
       old = Index.parse(place.read(index or far), place.where)
       if len(old) and (have := old.columns()) != (mine := dict(zip(self._schema.names, self._schema.encodings))):
@@ -227,7 +224,8 @@ class _Writer:
 
   def _close(self, how:str):
     self._closed = how
-    self._pool.shutdown(wait=True, cancel_futures=True)
+    self._pool.shutdown(wait=False, cancel_futures=True)
+    self._pool.stop.end()
     if self._spool is not None: self._spool.close()
     if self._scratch: shutil.rmtree(self._scratch, ignore_errors=True)
 
@@ -333,7 +331,6 @@ def merge_index(*args, keep_local:bool=True, download_timeout:float=60):
   (folder, URL) too. Shards that `out` lists itself stay, and none is listed twice. No shard is touched: `keep_local=False`, which would remove the
   local ones, is refused. Raises ValueError when there is nothing to merge, FormatError for a bad index."""
   if not keep_local: raise ValueError("keep_local=False: no shard is ever removed here")
-  from .remote import Remote
   def place(path) -> Remote:
     path = os.fspath(path)
     return Remote(path.rstrip("/") if "://" in path else os.path.abspath(os.path.expanduser(path)), timeout=download_timeout)
