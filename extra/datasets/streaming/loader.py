@@ -363,8 +363,8 @@ class StreamingDataLoader:
   def _open(self, workers:int) -> Engine:
     direct = self.num_workers == 0 and not self.tensors
     work = Work(self.ds, self.columns, *self._user, self.mix.seed, self.pad_last, direct)
-    if self.method == "forkserver":  # it imports once for all processes to come, if it does not run yet
-      multiprocessing.set_forkserver_preload([__name__, *(["requests"] if any(s.remote.kind == "http" for s in self.ds.stores) else [])])
+    if self.method == "forkserver":  # imports once for all processes to come. Not this package: it does not know our sys.path yet
+      multiprocessing.set_forkserver_preload(["numpy", *(["requests"] if any(s.remote.kind == "http" for s in self.ds.stores) else [])])
     if self.method == "fork": importlib.import_module("numpy.ma")  # else numpy does in its time, and its lock held at the fork stays held
     try: engine = Engine(work, workers, self.method, self.timeout, 0 if direct else self._slot_size())
     except (pickle.PicklingError, AttributeError, TypeError) as e:

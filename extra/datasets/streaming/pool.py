@@ -127,8 +127,6 @@ class Inherited:
   def __reduce__(self): return _detach, (reduction.DupFd(self.fd),)
 def _detach(dup) -> Inherited: return Inherited(dup.detach())
 
-HERE = os.path.realpath(__file__)
-
 class Child:
   """A process at the other end of a pipe. It calls target(conn, *args) and is gone at once when its parent is."""
   ends:weakref.WeakSet = weakref.WeakSet()  # our ends of the pipes of all children
@@ -138,7 +136,7 @@ class Child:
     need_main = isinstance(payload, bytes) and b"__main__" in payload
     with quiet_start(need_main):
       ends = (*Child.ends, self.conn) if method == "fork" else ()
-      self.process = ctx.Process(target=child_main, args=(HERE, theirs, ends, target, payload, *args), daemon=True)
+      self.process = ctx.Process(target=child_main, args=(theirs, ends, target, payload, *args), daemon=True)
       self.process.start()
     theirs.close()
     Child.ends.add(self.conn)
@@ -158,8 +156,7 @@ class Child:
     self.process.join()
     self.process.close()
 
-def child_main(where:str, conn, ends:tuple, target:Callable, payload:Any, *args):
-  if where != HERE: raise ImportError(f"a new process imports {HERE}, the one that started it {where}: put the root of the latter into PYTHONPATH")
+def child_main(conn, ends:tuple, target:Callable, payload:Any, *args):
   signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's
   signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
   for c in ends: c.close()  # copied by fork: while a sibling holds one, its child would not see it close

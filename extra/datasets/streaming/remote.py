@@ -1,6 +1,6 @@
 """Bytes from a path, http(s):// (requests) or any fsspec URL: get, get a range, put, list."""
 from __future__ import annotations
-import contextlib, email.utils, math, os, random, re, shutil, socket, threading, time, weakref
+import contextlib, email.utils, functools, math, os, random, re, shutil, socket, threading, time, weakref
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Callable, Iterable, Iterator
 from urllib.parse import quote, unquote, urlsplit, urlunsplit
@@ -51,22 +51,27 @@ class _Pace:
 
 _mine = threading.local()      # this thread's session, its Stop and, where it has one, its connections
 
+@functools.cache
+def adapter() -> type:
+  import requests
+  class Adapter(requests.adapters.HTTPAdapter):
+    def get_connection_with_tls_context(self, *args, **kwargs):
+      pool = super().get_connection_with_tls_context(*args, **kwargs)
+      if isinstance(make := pool.ConnectionCls, type):
+        def connect(**kw):
+          conn, mine = make(**kw), getattr(_mine, "connections", [])
+          mine[:] = [*(ref for ref in mine if ref() is not None), weakref.ref(conn)]
+          return conn
+        pool.ConnectionCls = connect
+      return pool
+  return Adapter
+
 def session():
   """The requests session of this thread of this process, which keeps connections alive for all remotes."""
   import requests
   if getattr(_mine, "pid", None) != os.getpid():
     _mine.pid, _mine.session = os.getpid(), requests.Session()
-    class Adapter(requests.adapters.HTTPAdapter):
-      def get_connection_with_tls_context(self, *args, **kwargs):
-        pool = super().get_connection_with_tls_context(*args, **kwargs)
-        if isinstance(make := pool.ConnectionCls, type):
-          def connect(**kw):
-            conn, mine = make(**kw), getattr(_mine, "connections", [])
-            mine[:] = [*(ref for ref in mine if ref() is not None), weakref.ref(conn)]
-            return conn
-          pool.ConnectionCls = connect
-        return pool
-    for scheme in ("http://", "https://"): _mine.session.mount(scheme, Adapter())
+    for scheme in ("http://", "https://"): _mine.session.mount(scheme, adapter()())
   return _mine.session
 
 class Stop:
