@@ -1,11 +1,12 @@
 import contextlib, glob, hashlib, json, multiprocessing, os, pickle, random, shutil, signal, subprocess, threading, unittest
+from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 import numpy as np
 from hypothesis import given, settings, strategies as st
 from extra.datasets.streaming import MDSWriter
 from extra.datasets.streaming.cache import NEVER, Fetcher, Store, coalesce, locked, open_shards, parse_limit
 from extra.datasets.streaming.format import FormatError
-from extra.datasets.streaming.remote import RemoteError
+from extra.datasets.streaming.remote import Cancelled, RemoteError, Stop
 from helpers import TempDirTestCase, run_script
 from servers import Fault, Server
 
@@ -579,9 +580,23 @@ class TestPart(CacheCase):
   def test_wrong_ranges(self):
     self.server.fault = lambda req: Fault(shift=8) if "Range" in req.headers else None
     self.assertEqual(self.ids(open_shards([(self.s, 1, np.array([5]))])[0], [5]), [205])
+    self.server.fault = lambda req: Fault(flip=2) if "Range" in req.headers else None
+    self.assertEqual(self.ids(open_shards([(self.s, 2, np.array([5]))])[0], [5]), [405])
     self.assertEqual(os.listdir(self.path("c", ".streaming", "parts")), [])
+  def test_stopped(self):
+    self.s.part(1, np.array([5]))
+    parts = os.listdir(self.path("c", ".streaming", "parts"))
+    def run(shard:int):
+      (stop := Stop()).bind()
+      stop.set()
+      with self.assertRaises(Cancelled): self.s.part(shard, np.array([5, 9]))
+    for shard in (1, 2):
+      with ThreadPoolExecutor(1) as pool: pool.submit(run, shard).result()
+    self.assertLessEqual(set(parts), set(os.listdir(self.path("c", ".streaming", "parts"))))
+    self.server.reset_counts()
+    self.assertEqual(self.ids(self.s.part(1, np.array([5])), [5]), [205])   # what is there is not lost for it
+    self.assertEqual(self.server.hits, {})
   def test_another_file_of_the_name(self):
-    # rows of one size are asked for without the head, which would tell that they lie elsewhere
     write(self.path("other"), shards=1, rows=100, size=2000)
     shutil.copy(self.path("other", "shard.00000.mds"), self.path("r", "shard.00002.mds"))
     with self.assertRaisesRegex(RemoteError, "shard.00002.mds"): open_shards([(self.s, 2, np.array([5]))])

@@ -17,6 +17,9 @@ def fields(batch, rng): return {"v": np.array([(i, i / 2) for i in batch["id"]],
 def cannot_travel(sample, rng): return {"id": lambda: 0}
 def large_ints(sample, rng): return {"n": 2**63 + 1 if sample["id"] % 2 else -1}
 def other_keys(sample, rng): return {"id": 1} if sample["id"] % 2 else {"id": 1, "z": 2}
+def moves(batch, rng):
+  batch["_position"] += 1000
+  return batch
 def makes_mask(sample, rng): return {"mask": 1}
 
 class HardCase(TempDirTestCase):
@@ -71,6 +74,12 @@ class TestResults(HardCase):
       list(self.loader(self.rows(), transform=other_keys))
   def test_a_second_mask(self):
     with self.assertRaisesRegex(ValueError, "mask"): list(self.loader(self.rows(), transform=makes_mask, pad_last=True))
+  def test_provenance_can_be_written_to(self):
+    ds = self.rows(provenance=True)
+    for workers in (0, 1):
+      dl = self.loader(ds, 10, num_workers=workers, batch_transform=moves)
+      self.assertEqual([b["_position"].tolist() for b in dl], [list(range(1000 + i, 1010 + i)) for i in range(0, 100, 10)])
+      self.assertEqual(dl.state_dict()["epoch"], 1)
   def test_provenance_beside_a_column_of_that_name(self):
     with MDSWriter(out=self.path("p"), columns={"_index": "int"}) as w: w.write({"_index": 1})
     with self.assertRaisesRegex(ValueError, "_index"): StreamingDataset(self.path("p"), provenance=True)
@@ -160,6 +169,7 @@ if __name__ == "__main__":
   ds = StreamingDataset(sys.argv[1], sys.argv[2], shuffle=True)
   if sys.argv[3] == "sample": ds[5]
   if sys.argv[3] == "gather": ds.gather(np.arange(0, 1000, 9))
+  if sys.argv[3] == "ranges": ds.gather(np.arange(0, 900, 3))
   for _ in StreamingDataLoader(ds, 50, num_workers=int(sys.argv[3]), tensors=False, world=World()): pass
 """
 
@@ -176,14 +186,15 @@ class TestServers(HardCase):
     self.assertEqual((p.returncode, err.strip().splitlines()[-1]), (-signal.SIGINT, "KeyboardInterrupt"), err)
   def test_ctrl_c_while_a_server_says_nothing(self):
     self.rows(1000)
-    for n, (doing, file) in enumerate((("0", "index"), ("sample", "shard"), ("gather", "shard"), ("0", "shard"), ("2", "shard"))):
-      with self.subTest((doing, file)):
+    write_rows(self.path("d", "big"), 900, size=20_000, size_limit="2mb")   # for "ranges": more of them than there are threads
+    for n, doing in enumerate(("open", "sample", "gather", "ranges", "0", "2")):
+      with self.subTest(doing):
         asked, never = threading.Event(), threading.Event()
         self.addCleanup(never.set)
-        def fault(req, file=file, asked=asked, never=never):
+        def fault(req, file="index" if doing == "open" else "shard", asked=asked, never=never):
           if file in req.path: asked.set() or never.wait(120)
         with Server(self.path("d"), fault) as s:
-          try: self.interrupt(asked, s.url, self.path(f"c{n}"), doing)
+          try: self.interrupt(asked, s.url + "/big" * (doing == "ranges"), self.path(f"c{n}"), doing)
           finally: never.set()
   def test_ctrl_c_while_another_process_fetches(self):
     self.rows(1000)
@@ -218,6 +229,20 @@ class TestServers(HardCase):
       for i in range(6): use((0, 2)[i % 2])
       gc.collect()
       self.assertEqual(alive(), before)
+  def test_stats_count_each_fetch_once(self):
+    self.rows(1000)
+    with Server(self.path("d")) as s:
+      for workers in (0, 2):
+        ds = StreamingDataset(s.url, self.path(f"c{workers}"))
+        dl, index = self.loader(ds, 50, num_workers=workers), s.sent
+        for _ in dl: pass
+        for _ in range(3):
+          dl.load_state_dict(dl.state_dict() | {"sample_in_epoch": 100})
+          next(iter(dl))
+        dl.close()
+        got = dl.stats()
+        self.assertEqual((got["fetched_bytes"], got["fetched_shards"], got["samples"]), (s.sent - index, len(ds.offsets) - 1, 1150))
+        s.reset_counts()
   def test_the_fetching_process_dies(self):
     self.rows(1000)
     with Server(self.path("d")) as s:

@@ -343,7 +343,7 @@ class TestHTTP(Kinds, DataCase):
       def run():
         stop.bind()
         try: remote.get("x", self.path("out"))
-        except RemoteError as e: ended.append(e)
+        except Cancelled as e: ended.append(e)
       t = threading.Thread(target=run)
       t.start()
       self.assertTrue(asked.wait(30))

@@ -474,7 +474,7 @@ class Store:
 
   # some rows of a shard
   def part(self, shard:int, rows:np.ndarray, urgent:bool=False, map=map) -> Shard|None:  # noqa: A002
-    """A shard mapped with at least `rows` (int64[n]) present, fetched by ranges. None when the whole shard is on this disk or (unless
+    """A shard mapped with its head and at least `rows` (int64[n]) present, fetched by ranges. None when the whole shard is on this disk or (unless
     `urgent`) on its way, or is better fetched whole: it is compressed or in two files, most of it would be present, or the remote has no ranges."""
     raw, zipped, _ = self.index.files(shard)
     rows = np.unique(rows).astype(np.int64)
@@ -508,9 +508,10 @@ class Store:
         have = np.zeros(n, np.uint32)
         f.truncate(0)
         f.truncate(file.size)
-        if all(sizes):                                              # rows of one size: the head is known without asking for it
+        if all(sizes):                                              # rows of one size: their places are known before the head is here
           off = file.size - sum(sizes) * np.arange(n, -1, -1)
-          f.write(self.index.schemas[self.index.schema[shard]].head(off))
+          if off[0] < 4 * (n + 2): raise FormatError(f"{self.where}: {file.name} is too small for its rows")
+          spans.append((0, int(off[0])))
         else:
           head = self._range(file, 0, min(file.size, 4 * (n + 2) + 1024))
           off = np.frombuffer(head, "<u4", n + 1, 4).astype(np.int64)
@@ -524,10 +525,10 @@ class Store:
       if 2 * (np.count_nonzero(have) + len(want)) > n: return False
       runs = coalesce(off[want], off[want + 1]) if len(want) else []
       spans += [(int(off[want[a]]), int(off[want[b] + 1])) for a, b in runs]
-      if not spans and not fresh: return True
+      if not spans: return True
       self._add(evicted=self.folder.reserve(self.table, shard, self.folder.row(self.table, shard)[0] + sum(b - a for a, b in spans), self.limit))
       self._fill(f, file, spans, map)
-      if fresh and not all(sizes): self._map(shard, (path,))        # checks the head
+      if fresh: self._map(shard, (path,))                           # checks the head
       for a, b in runs:
         for r in range(want[a], want[b] + 1): have[r] = checksum(r)
     have.tofile(path + ".new")
@@ -553,7 +554,7 @@ class Store:
         want = np.flatnonzero(np.fromfile(path + ".rows", np.uint32) == 0)
         shutil.copyfile(path, tmp)
       off = np.fromfile(tmp, "<u4", n + 1, offset=4).astype(np.int64)
-      spans = [(0, int(off[0]))] + [(int(off[want[a]]), int(off[want[b] + 1])) for a, b in coalesce(off[want], off[want + 1])]
+      spans = [(int(off[want[a]]), int(off[want[b] + 1])) for a, b in coalesce(off[want], off[want + 1])]
       if len(spans) > 8 or 4 * sum(b - a for a, b in spans) > 3 * file.size: return False
       with open(tmp, "r+b") as f: self._fill(f, file, spans)
       verify(tmp, file, self.where, self.validate_hash)

@@ -253,7 +253,7 @@ class StreamingDataset:
   def _origin(self, ids:np.ndarray, pos:np.ndarray|None=None) -> dict[str, np.ndarray]:
     number = self.offsets.searchsorted(ids, "right") - 1
     stream = np.searchsorted(self.first_shard, number, "right") - 1
-    out = dict(zip(ORIGIN, (stream, number - np.array(self.first_shard)[stream], ids - self.offsets[number], pos)))
+    out = dict(zip(ORIGIN, (stream, number - np.array(self.first_shard)[stream], ids - self.offsets[number], None if pos is None else pos.copy())))
     return {k: v for k, v in out.items() if v is not None}
 
   def other(self, i:int, *key:int) -> int:

@@ -314,13 +314,6 @@ class Schema:
         raise FormatError(f"column {name!r}: encoding {enc!r} of size {size!r}")
     return cls(form, names, encodings, tuple(s or None for s in sizes), newline, separator)
 
-  def head(self, offsets:np.ndarray) -> bytes:
-    """What a shard with rows at these offsets, int64[n + 1], may begin with, up to the first row."""
-    entry = {"format": self.format, "column_names": self.names, "column_encodings": self.encodings, "column_sizes": self.sizes}
-    data = np.array([len(offsets) - 1, *offsets], "<u4").tobytes() + json.dumps(entry, separators=(",", ":"), ensure_ascii=False).encode()
-    if len(data) > offsets[0]: raise FormatError(f"{len(data)} bytes come before the first row, which is at {offsets[0]}")
-    return data.ljust(int(offsets[0]))
-
   def line(self) -> bytes:
     """The line that a text shard begins with."""
     return b"" if self.format == "json" else (self.separator.join(self.names) + self.newline).encode()

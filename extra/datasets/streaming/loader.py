@@ -42,13 +42,15 @@ class UserError(RuntimeError):
 
 class Work:
   """All a worker needs to make a batch. Called with a job it returns (columns, bad samples), a column as (name, kind, where it is in the slot)."""
-  def __init__(self, ds:StreamingDataset, columns:tuple[str, ...]|None, transform, batch_transform, collate, seed:int, mask:bool, direct:bool):
+  def __init__(self, ds:StreamingDataset, columns:tuple[str, ...]|None, transform, batch_transform, collate, seed:int, mask:bool, direct:bool,
+               before:list[int]):
     self.ds, self.transform, self.batch_transform, self.collate, self.seed, self.mask = ds, transform, batch_transform, collate, seed, mask
     self.direct = direct   # values are handed over as they are, the slot is not used
+    self.before = before   # what the dataset has counted already, in the process that this is to work in
     self.plain = transform is None and batch_transform is None and collate is None
     self.columns, self.read = columns, columns if self.plain else None
 
-  def counts(self) -> list[int]: return self.ds.counts()
+  def counts(self) -> list[int]: return [now - before for now, before in zip(self.ds.counts(), self.before)]
   def reopen(self): self.ds.reopen()
 
   def __call__(self, job:Job, mem:np.ndarray) -> tuple[list[tuple], list[tuple[int, str]]]:
@@ -359,10 +361,11 @@ class StreamingDataLoader:
     self._cold = any(store.place is None for store in self.ds.stores)
     here = self.num_workers == 0 or self._cold and self.method != "fork" and not any(self._user)
     self._engine = self._open(0 if here else self.num_workers)
+    self._counts.use(self._engine)
 
   def _open(self, workers:int) -> Engine:
     direct = self.num_workers == 0 and not self.tensors
-    work = Work(self.ds, self.columns, *self._user, self.mix.seed, self.pad_last, direct)
+    work = Work(self.ds, self.columns, *self._user, self.mix.seed, self.pad_last, direct, self.ds.counts() if workers == 0 else [0] * HANDLED)
     if self.method == "forkserver":  # imports once for all processes to come. Not this package: it does not know our sys.path yet
       multiprocessing.set_forkserver_preload(["numpy", *(["requests"] if any(s.remote.kind == "http" for s in self.ds.stores) else [])])
     if self.method == "fork": importlib.import_module("numpy.ma")  # else numpy does in its time, and its lock held at the fork stays held
@@ -388,7 +391,7 @@ class StreamingDataLoader:
   def _settle(self):
     first, [(self._engine, self._ahead)], self._rest = self._engine, results([self._rest]), None
     if self._engine is not first:
-      self._counts.keep(first)
+      self._counts.use(self._engine)
       self._parts.remove(first)
       first.close()
 
@@ -500,7 +503,7 @@ class StreamingDataLoader:
     """Stop the workers. The position stays: another pass goes on from there."""
     with uninterrupted(), contextlib.suppress(Exception):
       if self._rest is not None: self._settle()
-    if self._engine is not None: self._counts.keep(self._engine)
+    self._counts.use(None)
     close_all(self._parts, self.ds)
     self._engine = self._ahead = self._rest = None
   def stats(self) -> dict[str, Any]:

@@ -137,7 +137,8 @@ class Child:
     with quiet_start(need_main):
       ends = (*Child.ends, self.conn) if method == "fork" else ()
       self.process = ctx.Process(target=child_main, args=(theirs, ends, target, payload, *args), daemon=True)
-      self.process.start()
+      try: self.process.start()
+      except EOFError as e: raise RuntimeError(f"multiprocessing's {method}, which starts the workers, has ended; another pass starts it anew") from e
     theirs.close()
     Child.ends.add(self.conn)
   def end(self) -> str:

@@ -18,7 +18,7 @@ class RemoteError(OSError):
     self.status, self.corrupt = status, corrupt
 
 class NoRanges(RemoteError): """The server answers a request for a range with the whole file."""
-class Cancelled(RemoteError): """The thread's Stop was set."""
+class Cancelled(Exception): """The thread's Stop was set: no fault of the remote or of what it holds."""
 
 class _Again(Exception):       # an attempt that failed in a way that may heal; pressed: because the server is asked for too much
   def __init__(self, why:str, status:int|None=None, wait:float=0.0, corrupt:bool=False, pressed:bool=False):
@@ -106,7 +106,7 @@ class Stop:
 
 def results(futures:list[Future]) -> list:
   """What they come to, when all are at their end."""
-  while wait(futures, TICK).not_done: pass
+  while not all(f.done() for f in futures): wait(futures, TICK)   # which does not count one that was cancelled
   return [f.result() for f in futures]
 
 class Pool(ThreadPoolExecutor):

@@ -20,7 +20,8 @@ class Stats:
     self.first = np.array([int(loader.ds.offsets[i]) for i in loader.ds.first_shard])
     self.samples = self.batches = self.bad_count = 0
     self.wait_s = self.idle_s = self.hand_s = self.elapsed = 0.0
-    self.streams, self.bad, self.past = np.zeros(len(self.names), np.int64), [], np.zeros(len(COUNTED), np.int64)
+    self.streams, self.bad = np.zeros(len(self.names), np.int64), []
+    self.kept:tuple[np.ndarray, Any] = np.zeros(len(COUNTED), np.int64), None  # counts of engines that have ended, the engine at work
     self.last, self.epoch_start = None, None
 
   def spent(self, waiting:float, handing:float): self.wait_s, self.hand_s = self.wait_s + waiting, self.hand_s + handing
@@ -46,16 +47,16 @@ class Stats:
     if self.bad_count > max(1, most * seen):
       raise RuntimeError(f"{self.bad_count} of the first {seen} samples are bad, more than max_bad={most}; last sample {bad[-1][0]}: {bad[-1][1]}")
 
-  def keep(self, engine):
-    """Take over the counts of processes that are about to end."""
-    if engine is not None: self.past += self._board(engine)
-    self.last = None
+  def use(self, engine:Any):
+    """From now on count what this engine does. None: the loader is closed."""
+    past, last = self.kept
+    self.kept = past if last is None else past + self._board(last), engine
+    if engine is None: self.last = None
   def _board(self, engine) -> np.ndarray: return engine.ring.board.sum(0)[[0, 1, 2, 3, 4, -1]]
 
   def get(self) -> dict[str, Any]:
-    loader = self.loader()
-    engine = None if loader is None else loader._engine
-    counted = dict(zip(COUNTED, (self.past + (0 if engine is None else self._board(engine))).tolist()))
+    loader, (past, engine) = self.loader(), self.kept
+    counted = dict(zip(COUNTED, (past + (0 if engine is None else self._board(engine))).tolist()))
     opening, busy = counted.pop("opening_ns") / 1e9, counted.pop("busy_ns") / 1e9
     spent = {"fetch": opening, "decode": busy - opening, "hand-off": self.hand_s * max(1, loader.num_workers if loader else 1)}
     limit = "loop" if self.wait_s + self.hand_s < 0.05 * self.elapsed else max(spent, key=spent.__getitem__)
