@@ -92,4 +92,4 @@ if __name__ == "__main__":
     t.set_description(f"loss: {loss:6.4f} {measured}")
     if i % 10 == 0: t.write(f"step {i:4d}  epoch {loader.epoch:3d}  loss {loss:.9f}  {measured}")
   loader.close()
-  print(f"test_accuracy: {get_test_acc().item():.2f}% on {X_test.shape[0]} images after {steps} steps, {steps * BS / len(train):.1f} epochs")
+  print(f"test_accuracy: {get_test_acc().item():.2f}% on {X_test.shape[0]} images after {steps} steps, {steps / (len(train) // BS):.1f} epochs")

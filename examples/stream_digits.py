@@ -31,7 +31,9 @@ def serve(folder:str) -> str:
   class Quiet(http.server.SimpleHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     def log_message(self, *args): pass
-  server = http.server.ThreadingHTTPServer(("127.0.0.1", getenv("PORT", 8174)), functools.partial(Quiet, directory=folder))
+  address = ("127.0.0.1", getenv("PORT", 8174))
+  try: server = http.server.ThreadingHTTPServer(address, functools.partial(Quiet, directory=folder))
+  except OSError as e: raise SystemExit(f"port {address[1]}: {e.strerror}; PORT= takes another") from None
   threading.Thread(target=server.serve_forever, daemon=True).start()
   return f"http://127.0.0.1:{server.server_port}"
 
@@ -85,7 +87,7 @@ if __name__ == "__main__":
   loader.close()
 
   test_acc = get_test_acc().item()
-  print(f"test_accuracy: {test_acc:.2f}% on {len(test)} images after {steps} steps, {steps * BS / len(train):.1f} epochs")
+  print(f"test_accuracy: {test_acc:.2f}% on {len(test)} images after {steps} steps, {steps / (len(train) // BS):.1f} epochs")
   if target := getenv("TARGET_EVAL_ACC_PCT", 0.0):
     if test_acc >= target: print(colored(f"{test_acc=} >= {target}", "green"))
     else: raise ValueError(colored(f"{test_acc=} < {target}", "red"))

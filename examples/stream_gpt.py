@@ -92,7 +92,7 @@ if __name__ == "__main__":
     if i % 10 == 0: t.write(f"step {i:4d}  epoch {loader.epoch:3d}  loss {loss:.9f}  {measured}")
   loader.close()
 
-  print(f"val_loss: {get_val_loss().item():.9f} after {steps} steps of {BS} rows of {T} tokens, {steps * BS / len(train):.2f} epochs")
+  print(f"val_loss: {get_val_loss().item():.9f} after {steps} steps of {BS} rows of {T} tokens, {steps / (len(train) // BS):.2f} epochs")
   stats = loader.stats()
   if MIX: print("rows of this run: " + ", ".join(f"{name} {n}" for name, n in stats["streams"].items()))
   if steps > start + 3:

@@ -66,4 +66,4 @@ if __name__ == "__main__":
     if i % 10 == 0: print(f"step {i:4d}  epoch {loader.epoch:3d}  loss {loss:.9f}", flush=True)
   loader.close()
   test_acc = (model(params, jnp.asarray(test_batch["image"])).argmax(1) == test_batch["label"]).mean() * 100
-  print(f"test_accuracy: {test_acc:.2f}% on {len(test)} images after {steps} steps, {steps * BS / len(train):.1f} epochs")
+  print(f"test_accuracy: {test_acc:.2f}% on {len(test)} images after {steps} steps, {steps / (len(train) // BS):.1f} epochs")

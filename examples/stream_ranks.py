@@ -1,5 +1,5 @@
 # data-parallel training by many processes: each streams its part of every batch, gradients are averaged over MPI (pip install mpi4py)
-#   mpirun -n 4 python examples/stream_ranks.py
+#   mpirun -n 4 --oversubscribe python examples/stream_ranks.py
 # stop it, and go on with another number of ranks: the batches are the same ones, and so are the losses, to rounding
 import os, signal
 import numpy as np

@@ -111,4 +111,4 @@ if __name__ == "__main__":
   test_acc = get_test_acc()
   loader.close()
   test_loader.close()
-  print(f"test_accuracy: {test_acc:.2f}% on {len(test)} images after {steps} steps, {steps * BS / len(train):.1f} epochs")
+  print(f"test_accuracy: {test_acc:.2f}% on {len(test)} images after {steps} steps, {steps / (len(train) // BS):.1f} epochs")

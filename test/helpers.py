@@ -1,6 +1,8 @@
-import gc, os, subprocess, sys, tempfile, threading, unittest
+import gc, os, signal, subprocess, sys, tempfile, threading, unittest
 import numpy as np
 from extra.datasets.streaming import MDSWriter
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it, and so would all that is started here
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 

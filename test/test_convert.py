@@ -3,7 +3,7 @@ from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 import numpy as np
 from extra.datasets.streaming.convert import ConvertError, convert, lock, main, pairs
-from extra.datasets.streaming import convert as convert_module
+from extra.datasets.streaming import convert as convert_module, info
 from extra.datasets.streaming.format import Index, Shard
 from helpers import held
 
@@ -192,6 +192,8 @@ class TestImages(ConvertCase):
     self.assertEqual(columns(self.out), {"image": "png", "label": "int"})
     self.assertEqual([(r["label"], r["image"]) for r in rows(self.out)], [(k, png(10 * c + i)) for k, c in enumerate((2, 1, 0)) for i in range(3)])
     with open(os.path.join(self.out, "convert.json")) as f: self.assertEqual(json.load(f)["classes"], ["Bee", "ant", "cat"])
+    with contextlib.redirect_stdout(io.StringIO()) as said: self.assertEqual(info.main([self.out]), 0)
+    self.assertRegex(said.getvalue(), r"\nclasses +0 Bee, 1 ant, 2 cat\n")
 
   def test_not_an_image(self):
     self.write("in/a/0.jpg", b"\xff\xd8\xff..")

@@ -1,6 +1,6 @@
 import gc, glob, json, os, pickle, shutil, unittest
 import numpy as np
-from extra.datasets.streaming import MDSWriter, Stream, StreamingDataset, merge_index
+from extra.datasets.streaming import MDSWriter, Stream, StreamingDataLoader, StreamingDataset, merge_index
 from extra.datasets.streaming.format import FormatError
 from extra.datasets.streaming.info import read_index
 from extra.datasets.streaming.remote import Remote, RemoteError
@@ -15,10 +15,22 @@ class TestAccess(TempDirTestCase):
 
   def test_a_folder_of_splits(self):
     for split in ("train", "val"): write_rows(self.path("splits", split), 3)
-    said = r"its folders train, val have one \(split='train'\)"
+    said = r"its folders train, val have one: give .*splits/train, or split='train'"
     with self.assertRaisesRegex(OSError, said): StreamingDataset(self.path("splits"))
     self.assertEqual(len(StreamingDataset(self.path("splits"), split="val")), 3)
     with self.assertRaisesRegex(OSError, said): read_index(Remote(self.path("splits")))
+
+  def test_what_is_no_dataset(self):
+    os.makedirs(self.path("images"))
+    np.savez(self.path("a.npz"), x=np.zeros(3))
+    for what in ("images", "a.npz"):
+      with self.assertRaisesRegex(OSError, "streaming.convert makes a dataset of files"): StreamingDataset(self.path(what))
+    for bad in (["out/a"], Stream(self.path("d")), []):
+      with self.assertRaisesRegex(ValueError, "list of Stream"): StreamingDataset(streams=bad)
+    for options, text in (({"shuffle_algo": "py1x"}, "py1x"), ({"batching_method": "strat"}, "strat"), ({"epoch_size": "1kk"}, "1kk"),
+                          ({"sampling_method": "balanc"}, "balanc")):
+      with self.assertRaisesRegex(ValueError, text): StreamingDataset(self.path("d"), shuffle=True, **options)
+    with self.assertRaisesRegex(TypeError, "made of a StreamingDataset"): StreamingDataLoader(self.path("d"), 5)
 
   def test_many_shards(self): self.assertGreater(len(self.ds.offsets), 10)
   def test_len(self): self.assertEqual(len(self.ds), 1000)

@@ -1,5 +1,5 @@
 """What a training run meets sooner or later: full pipes, odd results, interrupts at any moment, servers that die."""
-import contextlib, gc, json, os, resource, select, signal, subprocess, sys, threading, unittest
+import contextlib, gc, json, os, re, resource, select, signal, subprocess, sys, threading, unittest, warnings
 from unittest import mock
 import numpy as np
 from tinygrad import dtypes
@@ -154,6 +154,7 @@ class TestCtrlC(HardCase):
     for method in ("forkserver", "spawn", "fork"):
       p = subprocess.Popen([sys.executable, self.path("s.py"), self.path("d"), method], env={**os.environ, "PYTHONPATH": ROOT}, text=True,
                            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True)
+      self.addCleanup(lambda p=p: p.poll() is None and os.killpg(p.pid, signal.SIGKILL))
       ends = [os.pidfd_open(pid) for pid in (*map(int, p.stdout.readline().split()), p.pid)]
       for fd in ends: self.addCleanup(os.close, fd)
       while not select.select(ends[-1:], [], [], 0.002)[0]: os.killpg(p.pid, signal.SIGINT)
@@ -229,6 +230,18 @@ class TestServers(HardCase):
       for i in range(6): use((0, 2)[i % 2])
       gc.collect()
       self.assertEqual(alive(), before)
+  def test_a_cache_below_the_window(self):
+    self.rows(4000)
+    with Server(self.path("d")) as s:
+      def loader(**kw): return self.loader(StreamingDataset(s.url, self.path("c"), shuffle=True, **kw), 50)
+      with self.assertWarnsRegex(UserWarning, "leaves 30000 bytes .* Give it [0-9]+, or take a shuffle_block_size below [0-9]+$") as told:
+        loader(cache_limit=30000)
+      need, block = map(int, re.findall("[0-9]+", str(told.warning))[-2:])
+      with warnings.catch_warnings(action="error"):
+        loader(cache_limit=need)
+        dl = loader(cache_limit=30000, shuffle_block_size=block * 9 // 10)
+        for _ in dl: pass
+      self.assertLess(dl.stats()["fetched_shards"], 1.5 * len(dl.ds.offsets))
   def test_stats_count_each_fetch_once(self):
     self.rows(1000)
     with Server(self.path("d")) as s:

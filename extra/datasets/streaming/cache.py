@@ -15,7 +15,7 @@ import contextlib, errno, fcntl, hashlib, os, re, resource, secrets, shutil, thr
 from typing import Any, Callable, Iterator
 from urllib.parse import quote, unquote
 import numpy as np
-from .format import INDEXES, File, FormatError, Index, Shard, decompress, hasher, size_of, splits_in, verify
+from .format import INDEXES, File, FormatError, Index, Shard, decompress, hasher, instead_of, size_of, verify
 from .remote import Cancelled, NoRanges, Pool, Remote, RemoteError, Stop
 
 META, DEBUG = ".streaming", int(os.getenv("DEBUG", "0"))
@@ -305,12 +305,13 @@ class Store:
     names, place = [self.prefix + n for n in INDEXES], os.path.join(self.place or self.root, "")
     def kept() -> Index|None:
       for name in names:
-        with contextlib.suppress(FileNotFoundError, FormatError), open(place + name, "rb") as f: return Index.parse(f.read(), self.where)
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError, FormatError), open(place + name, "rb") as f:
+          return Index.parse(f.read(), self.where)
       return None
     if self.place is not None:
       if (index := kept()) is not None: return index
       try: return Index.parse(self.remote.read(names[0]), self.where)  # which tells what is wrong
-      except RemoteError as e: raise RemoteError(f"{e}{splits_in(place + self.prefix)}", e.status) from None
+      except RemoteError as e: raise RemoteError(f"{e}{instead_of(os.path.join(self.place, self.prefix))}", e.status) from None
     folder = self.folder                                            # first of all it refuses another remote's
     if (index := kept()) is not None: return index
     with folder.lock(quote(self.prefix, safe="") + "index"), folder.temp() as tmp:

@@ -94,7 +94,8 @@ class StreamingDataset:
                allow_unsafe_types:bool=False, on_exhausted:str="repeat", on_bad_sample:str="raise", max_bad:float=0.001, provenance:bool=False):
     if streams is None: streams = [Stream(remote, local, split=split)]
     elif remote is not None or local is not None or split is not None: raise ValueError("give streams=, or remote/local/split, not both")
-    elif isinstance(streams, (str, Stream)) or not streams: raise ValueError("streams= is a list of Stream")
+    elif isinstance(streams, (str, Stream)) or not streams or not all(isinstance(s, Stream) for s in streams):
+      raise ValueError(f"streams= is a list of Stream, not {streams!r:.80}")
     if isinstance(columns, str): raise ValueError(f"columns={columns!r} is one string, give a list of names")
     self.streams, self.columns = list(streams), None if columns is None else tuple(columns)
     for name, x, low in (("shuffle_seed", shuffle_seed, None), ("num_canonical_nodes", num_canonical_nodes, 1),
@@ -112,6 +113,7 @@ class StreamingDataset:
                    "on_exhausted": on_exhausted}
     self._fetch = {"retry": download_retry, "timeout": download_timeout, "validate_hash": validate_hash, "keep_zip": keep_zip, "limit": cache_limit}
     self._open()
+    self.mix(lanes=1)  # what does not fit together is told now
 
   def _open(self):
     with Pool(min(32, len(self.streams)), "streaming-open") as pool: self.stores = pool.run(self._store, self.streams)

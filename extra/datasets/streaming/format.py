@@ -272,10 +272,12 @@ def encoding(name:str, decode:bool=True, allow_unsafe_types:bool=False) -> Encod
 
 INDEXES = ("index.json", "index.json.zstd", "index.json.gz")  # the names an index may have, in the order they are looked for
 
-def splits_in(folder:str) -> str:
-  """What to say of a folder without an index: which of its folders have one."""
+def instead_of(folder:str) -> str:
+  """What to say of a folder without an index: which of its folders have one, or how to make one."""
+  folder = os.path.normpath(folder)
   have = [d for d in sorted(os.listdir(folder)) if any(os.path.exists(os.path.join(folder, d, n)) for n in INDEXES)] if os.path.isdir(folder) else []
-  return f"; its folders {', '.join(have[:8])} have one (split={have[0]!r})" if have else ""
+  return f"; its folders {', '.join(have[:8])} have one: give {os.path.join(folder, have[0])}, or split={have[0]!r}" if have else \
+    f"; python -m {__package__}.convert makes a dataset of files" if os.path.exists(folder) else ""
 
 TEXT = {"json": "", "csv": ",", "tsv": "\t", "xsv": ""}        # the formats of two files a shard, data and meta, and their separators
 CAP = (1 << 32) - 1                                           # bytes of a raw file: its offsets are uint32

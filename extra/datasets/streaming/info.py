@@ -1,9 +1,9 @@
 """What is in a dataset, and is it whole: python -m extra.datasets.streaming.info PATH_OR_URL"""
-import argparse, itertools, json, os, re, sys, tempfile
+import argparse, contextlib, itertools, json, os, re, sys, tempfile
 from collections import Counter
 from typing import Any, Iterator
 import numpy as np
-from .format import CAP, INDEXES, TEXT, File, FormatError, Index, Schema, Shard, decompress, digests, encoding, splits_in, verify
+from .format import CAP, INDEXES, TEXT, File, FormatError, Index, Schema, Shard, decompress, digests, encoding, instead_of, verify
 from .write import SHARD_NAME, natural, write_atomic
 from .mix import Mix, Source, Stream
 from .remote import Pool, Remote
@@ -14,8 +14,8 @@ def read_index(remote:Remote) -> Index:
   """The index of a dataset. Raises FileNotFoundError where there is none."""
   for name in INDEXES:
     if remote.exists(name): return Index.parse(remote.read(name), remote.where)
-  raise FileNotFoundError(f"{remote.where} has no index.json: give the folder of a dataset, or --rebuild-index to make one from its shards"
-                          + (splits_in(remote.path("")) if remote.kind == "file" else ""))
+  raise FileNotFoundError(f"{remote.where} has no index.json (info --rebuild-index makes one from a dataset's shards)"
+                          + (instead_of(remote.path("")) if remote.kind == "file" else ""))
 
 def load(remote:Remote, index:Index, i:int, check:bool=False) -> Shard:
   """Shard `i`, opened. `check` compares the hashes of all its files too. Raises FormatError or OSError."""
@@ -76,7 +76,13 @@ def summary(remote:Remote, index:Index) -> dict[str, Any]:
         c["sizes"] = {"min": int(x.min()), "mean": round(float(x.mean()), 1), "max": int(x.max()), "rows": len(x)}
   return {"path": remote.where, "shards": len(index), "samples": int(index.samples.sum()), "raw_bytes": int(index.raw_size.sum()),
           "zip_bytes": int(index.zip_size.sum()), "formats": dict(formats), "compression": dict(codecs), "hashes": dict(hashes),
-          "samples_per_shard": [int(index.samples.min(initial=CAP)), int(index.samples.max(initial=0))] if len(index) else [], "columns": columns}
+          "samples_per_shard": [int(index.samples.min(initial=CAP)), int(index.samples.max(initial=0))] if len(index) else [], "columns": columns, "classes": classes(remote)}
+
+def classes(remote:Remote) -> list[str]:
+  """The names of the labels of images that `convert` has written, which are kept beside the folders of the splits."""
+  for name in ("convert.json", "../convert.json") if remote.kind == "file" else ():
+    with contextlib.suppress(OSError, ValueError), open(remote.path(name)) as f: return json.load(f).get("classes") or []
+  return []
 
 def human(n:float) -> str:
   for unit in ("bytes", "KB", "MB", "GB"):
@@ -90,6 +96,7 @@ def table(s:dict[str, Any]) -> str:
   lines = [("path", s["path"]), ("shards", f"{s['shards']:,}, {of(s['formats'])}{per}"),
            ("samples", f"{s['samples']:,}"), ("raw", f"{human(s['raw_bytes'])}, {s['raw_bytes'] / max(s['samples'], 1):,.1f} bytes a sample"),
            ("compressed", f"{human(s['zip_bytes'])}, {of(s['compression'])}" if s["zip_bytes"] else "no"), ("hashes", of(s["hashes"]))]
+  if s["classes"]: lines.append(("classes", ", ".join(f"{i} {c}" for i, c in enumerate(s["classes"][:20])) + ", ..." * (len(s["classes"]) > 20)))
   rows = [("column", "encoding", "bytes")]
   for name, c in s["columns"].items():
     z = c.get("sizes")

@@ -166,6 +166,20 @@ def stack(name:str, values:list, new:Callable) -> np.ndarray|list:
 
 # *** fetching ahead ***
 
+def pieces(mix:Mix, epoch:int, batch_size:int, rank:int, ranks:int) -> np.ndarray:
+  """int64[4, n]: (shard, lo, hi, count) of what a rank reads in an epoch, `count` samples of a shard between positions lo and hi."""
+  plan, lanes = mix.plan(epoch), mix.lanes
+  found = np.stack(plan.reach())
+  if ranks == 1 or lanes == 1 or mix.method != "random": return found
+  windows = range(0, min(plan.length, 64 * batch_size), batch_size)  # the lanes of the first windows are those of all, or nearly
+  mine = np.concatenate([plan.slice(a, min(a + batch_size, plan.length), rank, ranks) for a in windows]) % lanes
+  return found[:, np.isin(np.arange(lanes), mine)[found[1] % lanes]]
+
+def most_at_once(lo:np.ndarray, hi:np.ndarray, size:np.ndarray) -> int:
+  """The largest sum of `size` over the intervals [lo, hi) that hold a position, int64[n] each."""
+  at, change = np.concatenate([hi, lo]), np.concatenate([-size, size])
+  return int(np.cumsum(change[np.argsort(at, kind="stable")]).max(initial=0))
+
 class Follower:
   """Has the shards that a rank comes to fetched before they are read."""
   def __init__(self, ds:StreamingDataset, lanes:int, seed:int, unit:int, share:tuple[int, int, int]):
@@ -174,21 +188,13 @@ class Follower:
     self.epoch:int|None = None  # whose pieces were told last, with those of the next, `then`
   def go(self, epoch:int, position:int):
     if epoch != self.epoch:
-      now = self.then if self.epoch == epoch - 1 else self.pieces(epoch)
-      self.then = self.pieces(epoch + 1)
+      now = self.then if self.epoch == epoch - 1 else pieces(self.mix, epoch, *self.share)
+      self.then = pieces(self.mix, epoch + 1, *self.share)
       shard, lo, hi, count = np.concatenate([now, self.then + np.array([[0], [1], [1], [0]]) * self.mix.plan(epoch).length], axis=1)
       store = np.searchsorted(self.ds.first_shard, shard, "right") - 1
       self.fetcher.feed(store, shard - np.array(self.ds.first_shard)[store], lo, hi, count, position)
       self.epoch = epoch
     self.fetcher.advance(position)
-  def pieces(self, epoch:int) -> np.ndarray:
-    """int64[4, n]: (shard, lo, hi, count) of what this rank reads, `count` samples of a shard between positions lo and hi."""
-    plan, (size, rank, ranks), lanes = self.mix.plan(epoch), self.share, self.mix.lanes
-    pieces = np.stack(plan.reach())
-    if ranks == 1 or lanes == 1 or self.mix.method != "random": return pieces
-    windows = range(0, min(plan.length, 64 * size), size)  # the lanes of the first windows are those of all, or nearly
-    mine = np.isin(np.arange(lanes), np.concatenate([plan.slice(a, min(a + size, plan.length), rank, ranks) for a in windows]) % lanes)
-    return pieces[:, mine[pieces[1] % lanes]]
   def close(self): self.fetcher.close()
 
 def follow_main(conn, payload, number:int, ring:Inherited):
@@ -307,6 +313,7 @@ class StreamingDataLoader:
                batch_transform:Callable|None=None, collate:Callable|None=None, device:str|tuple[str, ...]|None=None, drop_last:bool=True,
                pad_last:bool=False, prefetch:int|None=None, world:World|None=None, replication:int=1, tensors:bool=True,
                method:str="forkserver", timeout:float=300, stats_port:int|None=None):
+    if not isinstance(ds, StreamingDataset): raise TypeError(f"a loader is made of a StreamingDataset, not of {ds!r:.80}")
     for name, x, low in (("batch_size", batch_size, 1), ("num_workers", num_workers, 0), ("prefetch", 1 if prefetch is None else prefetch, 1)):
       if isinstance(x, bool) or not isinstance(x, (int, np.integer)): raise TypeError(f"{name} must be an int, not {x!r}")
       if x < low: raise ValueError(f"{name}={x} must be at least {low}")
@@ -336,10 +343,29 @@ class StreamingDataLoader:
     self._counts = Stats(self)
     self.mix = self._order()
     self._move(0, 0)
+    if any(s.limited for s in ds.stores): self._check_room()
     if stats_port is not None: self.stats_url = self._counts.serve(stats_port)
     if self.mix.length(0) and not batches(self.mix.length(0, whole=self.drop_last), 0, self.batch_size, self.drop_last):
       warnings.warn(f"batch_size={self.batch_size} is more than the {self.mix.length(0)} samples of an epoch: no batch will come, "
                     "use drop_last=False or pad_last=True", stacklevel=2)
+
+  def _check_room(self):
+    """Warn where a cache has no room for what one shuffle window reads at a time: nearly every sample would fetch its shard anew."""
+    shard, lo, hi, count = pieces(self.mix, 0, self.batch_size, self.rank, self.ranks)
+    store = np.searchsorted(self.ds.first_shard, shard, "right") - 1
+    for root in {s.root for s in self.ds.stores if s.limited}:
+      need, limit = 0, min(s.limit[0] for s in self.ds.stores if s.limited and s.root == root)
+      for i, s in enumerate(self.ds.stores):
+        if not s.limited or s.root != root: continue
+        mine = np.flatnonzero(store == i)
+        k = shard[mine] - self.ds.first_shard[i]
+        size = np.where(2 * count[mine] <= s.index.samples[k], 0, s.index.raw_size[k])  # of a shard that is used little only rows are fetched
+        need += most_at_once(lo[mine], hi[mine], size)
+      if need > limit:
+        block = min(self.mix.state()["shuffle_block_size"], self.mix.length(0) // self.mix.lanes)
+        smaller = f", or take a shuffle_block_size below {block * limit // need}" if self.mix.algo else ""
+        warnings.warn(f"cache_limit leaves {limit} bytes for {root}, and up to {need} bytes of shards are in use at once: most of them will be "
+                      f"fetched again and again. Give it {need}{smaller}", stacklevel=3)
 
   def _order(self, lanes:int|None=None, seed:int|None=None, unit:int|None=None) -> Mix:
     mix = self.ds.mix(lanes, seed, self.world)

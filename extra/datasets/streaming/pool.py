@@ -133,7 +133,7 @@ class Child:
   def __init__(self, method:str, target:Callable, payload:Any, *args):
     ctx = multiprocessing.get_context(method)
     self.conn, theirs = ctx.Pipe()
-    need_main = isinstance(payload, bytes) and b"__main__" in payload
+    need_main = isinstance(payload, bytes) and b"__main__" in payload and getattr(sys.modules["__main__"], "__file__", "") != "<stdin>"
     with quiet_start(need_main):
       ends = (*Child.ends, self.conn) if method == "fork" else ()
       self.process = ctx.Process(target=child_main, args=(theirs, ends, target, payload, *args), daemon=True)

@@ -1,15 +1,18 @@
 """What a run would download, keep and wait for, and how well it shuffles: python -m extra.datasets.streaming.simulate PATH_OR_URL --nodes 4
 
-Options with values separated by commas are swept. The order is the loader's own, and without a cache limit so are the shards and bytes. Time is a
-model: each machine by itself, with a link of a fixed bandwidth that carries one shard after the other in the order of use, and steps of a fixed
-length. A real loader takes some tenths of a second more to start. With a limit it reads ahead by threads that compete for room: it fetches more, and
-wants a cache a tenth or more above the smallest here."""
+Options with values separated by commas are swept. Columns: `rows first`, what came by rows before its shard was there; `of data`, bytes fetched
+as a share of the dataset; `LRU bytes`, what least-recently-used eviction would fetch; `cache high`, the most that is kept; `stalls`, batches that
+were waited for; `shuffle`, the variance of the shards in a batch as a share of a perfect shuffle's.
+
+The order is the loader's own, and without a cache limit so are the shards and bytes. Time is a model: each machine by itself, with a link of a fixed
+bandwidth that carries one shard after the other in the order of use, and steps of a fixed length. A real loader takes some tenths of a second more to
+start. With a limit it reads ahead by threads that compete for room: it fetches more, and wants a cache a tenth or more above the smallest here."""
 import argparse, html, inspect, itertools, math, sys
 from typing import Any, Callable, NamedTuple
 import numpy as np
 from .cache import NEVER, Fetcher, parse_limit
 from .info import human, order, read_index
-from .loader import Follower
+from .loader import pieces
 from .mix import Mix, whole
 from .partition import batches
 from .remote import Remote
@@ -55,10 +58,6 @@ class Run(NamedTuple):
 
 # *** the model ***
 
-class Ahead(Follower):
-  """Tells what a loader would follow."""
-  def __init__(self, mix:Mix, *share:int): self.mix, self.share = mix, share
-
 def use(mix:Mix, data:Data, epochs:int, batch:int, nodes:int) -> tuple[list[Uses], float]:
   """What each machine uses, and the variance of the number of samples of a shard in a batch, over that of a perfect shuffle, in the first epoch."""
   S, offsets, found, first, spread = len(data.samples), np.append(0, np.cumsum(data.samples)), [[] for _ in range(nodes)], [0], []
@@ -79,7 +78,7 @@ def use(mix:Mix, data:Data, epochs:int, batch:int, nodes:int) -> tuple[list[Uses
         seen[node, keys % S] = True
         found[node].append((keys + first[-1] * S, rows))
     for node in range(nodes):   # a loader also fetches what it follows but has no rows of
-      s, lo, *_ = Ahead(mix, batch, node, nodes).pieces(epoch)
+      s, lo, *_ = pieces(mix, epoch, batch, node, nodes)
       keys = np.unique((np.minimum(lo // batch, n - 1) * S + s)[~seen[node, s]])
       found[node].append((keys + first[-1] * S, np.zeros(len(keys), np.int64)))
     first.append(first[-1] + n)
@@ -181,7 +180,8 @@ def simulate(data:Data, o:dict[str, Any], memo:dict) -> dict[str, Any]:
   (uses, quality), how = once("use", make), {"step": o["step_time"], "bandwidth": o["bandwidth"], "ranks": o["ranks"]}
   free, best = once("best", lambda: smallest(uses, data, **how), "step_time", "bandwidth", "ranks")
   runs, lru = (free if o["cache_limit"] == NEVER else [run(u, data, limit=o["cache_limit"], lru=x, **how) for u in uses] for x in (False, True))
-  return {"runs": runs, "lru": lru, "quality": quality, "best": best, "wait": max(r.stalled for r in free)}
+  again = max(r.bytes / max(1, o["epochs"] * f.bytes) for r, f in zip(runs, free))   # above 1 a shard is fetched more than once in an epoch
+  return {"runs": runs, "lru": lru, "quality": quality, "best": best, "wait": max(r.stalled for r in free), "again": again}
 
 COLUMNS = ("shards", "bytes", "of data", "rows first", "LRU bytes", "cache high", "stalls", "stalled", "first batch")
 def cells(data:Data, runs:list[Run], lru:list[Run]) -> list[str]:
@@ -198,7 +198,10 @@ def advice(names:list[str], results:list[dict[str, Any]]) -> str:
   name, r = min(zip(names, results), key=lambda x: (round(x[1]["wait"], 3), x[1]["best"]))
   what = "no stall" if r["wait"] < 1e-3 else f"no stall beyond the {r['wait']:,.1f} s that are left without a limit"
   name = " ".join(x for x in name.split() if not x.startswith("cache-limit"))
-  return f"smallest cache with {what}: {human(r['best'])} a machine (--cache-limit {r['best']}{' with ' if name else ''}{name})"
+  said = f"smallest cache with {what}: {human(r['best'])} a machine (--cache-limit {r['best']}{' with ' if name else ''}{name})"
+  small = [n or "this cache" for n, x in zip(names, results) if x["again"] > 1.1]
+  if not small: return said
+  return f"{said}\nthe shuffle window does not fit in {', '.join(small)}: shards are fetched several times an epoch; a smaller --block would do"
 
 def report(data:Data, names:list[str], results:list[dict[str, Any]]) -> list[tuple[str, list[list[str]]]]:
   """Tables, each with a title: the settings, and of one alone its machines and its course."""

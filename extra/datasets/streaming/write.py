@@ -35,7 +35,7 @@ class _Writer:
   def __init__(self, out, form:str, config:dict, *, compression:str|None=None, hashes:Iterable[str]|None=None, size_limit:int|str|None="64mb",
                exist_ok:bool=False, append:bool=False, workers:int|None=None):
     if compression is not None: compress(compression, b"")  # a bad name or an absent package is told now
-    hashes = ["sha1"] if hashes is None else sorted(hashes)
+    hashes = ["sha1"] if hashes is None else [hashes] if isinstance(hashes, str) else sorted(hashes)
     if len(set(hashes)) != len(hashes): raise ValueError(f"a hash is there twice in {', '.join(hashes)}")
     for algo in hashes: hasher(algo)
     if exist_ok and append: raise ValueError("exist_ok replaces what is there, append adds to it: give one of them")
