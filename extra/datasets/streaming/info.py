@@ -76,7 +76,8 @@ def summary(remote:Remote, index:Index) -> dict[str, Any]:
         c["sizes"] = {"min": int(x.min()), "mean": round(float(x.mean()), 1), "max": int(x.max()), "rows": len(x)}
   return {"path": remote.where, "shards": len(index), "samples": int(index.samples.sum()), "raw_bytes": int(index.raw_size.sum()),
           "zip_bytes": int(index.zip_size.sum()), "formats": dict(formats), "compression": dict(codecs), "hashes": dict(hashes),
-          "samples_per_shard": [int(index.samples.min(initial=CAP)), int(index.samples.max(initial=0))] if len(index) else [], "columns": columns, "classes": classes(remote)}
+          "samples_per_shard": [int(index.samples.min(initial=CAP)), int(index.samples.max(initial=0))] if len(index) else [],
+          "columns": columns, "classes": classes(remote)}
 
 def classes(remote:Remote) -> list[str]:
   """The names of the labels of images that `convert` has written, which are kept beside the folders of the splits."""
