@@ -239,9 +239,9 @@ class TestServers(HardCase):
       need, block = map(int, re.findall("[0-9]+", str(told.warning))[-2:])
       with warnings.catch_warnings(action="error"):
         loader(cache_limit=need)
-        dl = loader(cache_limit=30000, shuffle_block_size=block * 9 // 10)
+        dl = loader(cache_limit=30000, shuffle_block_size=block // 2)
         for _ in dl: pass
-      self.assertLess(dl.stats()["fetched_shards"], 1.5 * len(dl.ds.offsets))
+      self.assertLess(dl.stats()["fetched_shards"], 3 * len(dl.ds.offsets))  # nearly 4000 with the whole window
   def test_stats_count_each_fetch_once(self):
     self.rows(1000)
     with Server(self.path("d")) as s:

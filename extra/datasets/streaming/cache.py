@@ -541,8 +541,7 @@ class Store:
     self._add(fetched_bytes=len(data))
     return data
   def _fill(self, f, file:File, spans:list[tuple[int, int]], map=map):  # noqa: A002
-    each = map if len(spans) > 1 else lambda fn, xs: [fn(x) for x in xs]   # one alone needs no other thread
-    for (a, _), data in zip(spans, each(lambda span: self._range(file, *span), spans)):
+    for (a, _), data in zip(spans, map(lambda span: self._range(file, *span), spans)):
       f.seek(a)
       f.write(data)
     f.flush()

@@ -2,7 +2,7 @@
 from __future__ import annotations
 import contextlib, email.utils, functools, math, os, random, re, shutil, socket, threading, time, weakref
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any, Callable, Iterable, Iterator
+from typing import Any, Callable, Iterator, Sequence
 from urllib.parse import quote, unquote, urlsplit, urlunsplit
 from .format import need
 
@@ -114,7 +114,10 @@ class Pool(ThreadPoolExecutor):
   def __init__(self, threads:int, name:str):
     self.stop = Stop()
     super().__init__(threads, name, initializer=self.stop.bind)
-  def run(self, fn:Callable, items:Iterable) -> list: return results([self.submit(fn, x) for x in items])
+  def run(self, fn:Callable, items:Sequence) -> list:
+    """[fn(x) for x in items], the first of them by this thread itself."""
+    others = [self.submit(fn, x) for x in items[1:]]
+    return [fn(x) for x in items[:1]] + results(others)
   def __exit__(self, kind, *rest):
     if kind is not None and not issubclass(kind, Exception) or self.stop.event.is_set():
       self.shutdown(wait=False, cancel_futures=True)
@@ -137,6 +140,8 @@ class Remote:
     self.where = redact(self.url)
     self.identity = " at ".join([self.where, *(redact(x) for x in _leaves(storage_options) if "://" in x)])    # with the endpoint of an object store
     self.pressure = 0          # how often the server was asked for too much
+    self.prepared:tuple[Any, dict]|None = None   # what a GET of any file begins with
+  def __getstate__(self) -> dict: return self.__dict__ | {"prepared": None}
   def __repr__(self) -> str: return f"Remote({self.where!r})"
 
   def at(self, name:str) -> str: return f"{self.where.rstrip('/')}/{name}" if name else self.where
@@ -206,12 +211,26 @@ class Remote:
     from requests import RequestException
     from urllib3.exceptions import HTTPError
     try:
-      timeout = (min(10, self.timeout), self.timeout)
-      headers = {**(self.headers or {}), **kwargs.pop("headers", {})}
-      with session().request(verb, self._url(name), timeout=timeout, headers=headers, auth=self.auth, allow_redirects=True, **kwargs) as r:
+      with self._send(verb, name, timeout=(min(10, self.timeout), self.timeout), allow_redirects=True, **kwargs) as r:
         self._status(r, verb, name)
         yield r
     except (RequestException, HTTPError) as e: raise self._network(e) from None
+
+  def _send(self, verb:str, name:str, *, headers:dict[str, str]|None=None, stream:bool=False, data:Any=None, **how) -> Any:
+    """session().request(), but for the settings and headers that are the same for all files, which take it as long again to find for each."""
+    s, all_headers = session(), {**(self.headers or {}), **(headers or {})}
+    if verb != "GET" or callable(self.auth):                        # a callable may sign the URL
+      return s.request(verb, self._url(name), headers=all_headers, auth=self.auth, stream=stream, data=data, **how)
+    from requests import Request
+    if self.prepared is None:
+      first = s.prepare_request(Request("GET", self._url(""), headers=self.headers, auth=self.auth))
+      self.prepared = first, s.merge_environment_settings(first.url, {}, stream, None, None)
+    first, settings = self.prepared
+    p, u = first.copy(), urlsplit(first.url)
+    p.url = urlunsplit(u._replace(path=u.path + quote(name)))
+    p.headers.update(headers or {})
+    if s.cookies: p.prepare_cookies(s.cookies)
+    return s.send(p, **how, **settings)
 
   def _status(self, r, verb:str, name:str):
     if r.status_code in (200, 206) or verb in ("PUT", "DELETE") and r.status_code in (201, 202, 204): return
