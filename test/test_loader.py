@@ -4,7 +4,7 @@ import numpy as np
 from extra.datasets.streaming import MDSWriter, StreamingDataLoader, StreamingDataset, World
 from extra.datasets.streaming.loader import UserError
 from extra.datasets.streaming.mix import Plan
-from extra.datasets.streaming.pool import Ring
+from extra.datasets.streaming.pool import ProcessWorker, Ring
 from helpers import ROOT, TempDirTestCase, children, held, run_script, write_rows
 
 N = 103
@@ -434,6 +434,18 @@ class TestErrors(LoaderTestCase):
     for fn, text in ((call_os_exit, "exited with code 7"), (kill_self, "SIGKILL")):
       with self.assertRaisesRegex(RuntimeError, f"loader worker [0-9]+ .*{text}.*position 0"): list(self.loader(num_workers=2, transform=fn))
     self.assertEqual(children(), before)
+
+  def test_a_replaced_worker_has_the_whole_timeout(self):
+    worker, now, told, replies = object.__new__(ProcessWorker), [0.0], iter([False, True] * 2), iter([EOFError(), (3, "ok", "batch")])
+    def poll(ms):   # six seconds each: the first worker's end is told at 12, its successor's reply at 24
+      now[0] += 6
+      return next(told)
+    def read():
+      if isinstance(got := next(replies), EOFError): raise got
+      return got
+    worker.got, worker.jobs, worker.poll, worker.stack = b"", {3: None}, mock.Mock(poll=poll), lambda timeout: "late"
+    worker.read, worker.replace, worker.push = read, lambda: None, lambda: None
+    with mock.patch("extra.datasets.streaming.pool.time.monotonic", lambda: now[0]): self.assertEqual(worker.recv(10), (3, "ok", "batch"))
 
   def test_worker_that_dies_once(self):
     with mock.patch.dict(os.environ, {"STREAMING_TEST_FLAG": self.path("flag")}):

@@ -271,14 +271,6 @@ def encoding(name:str, decode:bool=True, allow_unsafe_types:bool=False) -> Encod
 # *** the index ***
 
 INDEXES = ("index.json", "index.json.zstd", "index.json.gz")  # the names an index may have, in the order they are looked for
-
-def instead_of(folder:str) -> str:
-  """What to say of a folder without an index: which of its folders have one, or how to make one."""
-  folder = os.path.normpath(folder)
-  have = [d for d in sorted(os.listdir(folder)) if any(os.path.exists(os.path.join(folder, d, n)) for n in INDEXES)] if os.path.isdir(folder) else []
-  return f"; its folders {', '.join(have[:8])} have one: give {os.path.join(folder, have[0])}, or split={have[0]!r}" if have else \
-    f"; python -m {__package__}.convert makes a dataset of files" if os.path.exists(folder) else ""
-
 TEXT = {"json": "", "csv": ",", "tsv": "\t", "xsv": ""}        # the formats of two files a shard, data and meta, and their separators
 CAP = (1 << 32) - 1                                           # bytes of a raw file: its offsets are uint32
 _PART = r"[^/\\.\x00-\x1f\x7f\ud800-\udfff][^/\\\x00-\x1f\x7f\ud800-\udfff]{0,254}"
@@ -324,6 +316,13 @@ class File(NamedTuple):
   name: str
   size: int
   hashes: dict[str, str]
+
+def instead_of(folder:str) -> str:
+  """What to say of a folder without an index: which of its folders have one, or how to make one."""
+  folder = os.path.normpath(folder)
+  have = [d for d in sorted(os.listdir(folder)) if any(os.path.exists(os.path.join(folder, d, n)) for n in INDEXES)] if os.path.isdir(folder) else []
+  return f"; its folders {', '.join(have[:8])} have one: give {os.path.join(folder, have[0])}, or split={have[0]!r}" if have else \
+    f"; python -m {__package__}.convert makes a dataset of files" if os.path.exists(folder) else ""
 
 def _parts(entry:dict, kind:str) -> list[dict]:
   """The files of an index entry that there are; `kind` is raw or zip."""

@@ -408,7 +408,7 @@ class StreamingDataLoader:
 
   def _go_on(self, epoch:int, sample:int) -> tuple[Engine, Follower|RemoteFollower]:
     """What follows a cold run's first batch: the workers, and fetching ahead from where that left the run."""
-    engine = self._engine if self.num_workers == 0 or self.method == "fork" or any(self._user) else self._open(self.num_workers)
+    engine = self._engine if self._engine.num_workers == self.num_workers else self._open(self.num_workers)
     args = (self.ds, self.mix.lanes, self.mix.seed, self.mix.unit, (self.batch_size, self.rank, self.ranks))
     self._parts.append(ahead := RemoteFollower(self.method, engine, *args) if self.num_workers else Follower(*args))
     ahead.go(epoch, sample)

@@ -275,8 +275,8 @@ class ProcessWorker:
     del self.got[:end]
     return reply
   def recv(self, timeout:float) -> tuple[int, str, Any]:
-    deadline = time.monotonic() + timeout
     while True:
+      deadline = time.monotonic() + timeout   # anew for a worker that replaces a dead one
       while not (self.got or self.poll.poll(min(TICK, timeout) * 1000)):
         if time.monotonic() > deadline: raise TimeoutError(self.stack(timeout))
       try: reply = self.read()
@@ -315,7 +315,7 @@ class Engine:
   another process of the caller's.
   """
   def __init__(self, work:Callable, num_workers:int, method:str, timeout:float, nbytes:int):
-    self.timeout, self.nbytes, self.jobs, self.replies, self.seq = timeout, nbytes, collections.deque(), {}, 0
+    self.num_workers, self.timeout, self.nbytes, self.jobs, self.replies, self.seq = num_workers, timeout, nbytes, collections.deque(), {}, 0
     self.ring = Ring(max(1, num_workers) + 1)
     payload = dump(work, method) if num_workers else None
     self.workers:list = []

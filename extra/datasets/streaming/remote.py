@@ -118,10 +118,12 @@ class Pool(ThreadPoolExecutor):
     """[fn(x) for x in items], the first of them by this thread itself."""
     others = [self.submit(fn, x) for x in items[1:]]
     return [fn(x) for x in items[:1]] + results(others)
+  def end(self):
+    """Do no more, and return when all threads have ended."""
+    self.shutdown(wait=False, cancel_futures=True)
+    self.stop.end()
   def __exit__(self, kind, *rest):
-    if kind is not None and not issubclass(kind, Exception) or self.stop.event.is_set():
-      self.shutdown(wait=False, cancel_futures=True)
-      self.stop.end()
+    if kind is not None and not issubclass(kind, Exception) or self.stop.event.is_set(): self.end()
     if self.stop.outer is not None: self.stop.outer.inner.discard(self.stop)
     return super().__exit__(kind, *rest)
 
@@ -218,19 +220,19 @@ class Remote:
 
   def _send(self, verb:str, name:str, *, headers:dict[str, str]|None=None, stream:bool=False, data:Any=None, **how) -> Any:
     """session().request(), but for the settings and headers that are the same for all files, which take it as long again to find for each."""
-    s, all_headers = session(), {**(self.headers or {}), **(headers or {})}
+    s = session()
     if verb != "GET" or callable(self.auth):                        # a callable may sign the URL
-      return s.request(verb, self._url(name), headers=all_headers, auth=self.auth, stream=stream, data=data, **how)
+      return s.request(verb, self._url(name), headers={**(self.headers or {}), **(headers or {})}, auth=self.auth, stream=stream, data=data, **how)
     from requests import Request
     if self.prepared is None:
       first = s.prepare_request(Request("GET", self._url(""), headers=self.headers, auth=self.auth))
-      self.prepared = first, s.merge_environment_settings(first.url, {}, stream, None, None)
+      self.prepared = first, s.merge_environment_settings(first.url, {}, None, None, None)
     first, settings = self.prepared
     p, u = first.copy(), urlsplit(first.url)
     p.url = urlunsplit(u._replace(path=u.path + quote(name)))
     p.headers.update(headers or {})
     if s.cookies: p.prepare_cookies(s.cookies)
-    return s.send(p, **how, **settings)
+    return s.send(p, **how, **settings | {"stream": stream})
 
   def _status(self, r, verb:str, name:str):
     if r.status_code in (200, 206) or verb in ("PUT", "DELETE") and r.status_code in (201, 202, 204): return

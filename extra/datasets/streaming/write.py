@@ -224,8 +224,7 @@ class _Writer:
 
   def _close(self, how:str):
     self._closed = how
-    self._pool.shutdown(wait=False, cancel_futures=True)
-    self._pool.stop.end()
+    self._pool.end()
     if self._spool is not None: self._spool.close()
     if self._scratch: shutil.rmtree(self._scratch, ignore_errors=True)
 
