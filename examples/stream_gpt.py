@@ -11,6 +11,7 @@ MIX, RAMP = getenv("MIX", 0), getenv("RAMP", 5000)  # code and documentation as 
 KILL_AT = getenv("KILL_AT", -1)  # die there as by kill -9; run again to go on
 FOLDER = getenv("FOLDER", f"data/stream_gpt_{T}{'_mix' * MIX}")
 CKPT, REMOTE = getenv("CKPT", f"{FOLDER}/checkpoint.safetensors"), getenv("REMOTE", "")
+RESUME = getenv("RESUME", 1)  # 0: start anew, whatever CKPT has
 STDLIB = sysconfig.get_paths()["stdlib"]
 TEXTS = {"code": f"{STDLIB}/*.py"} | ({"docs": f"{STDLIB}/pydoc_data/topics.py"} if MIX else {})
 VOCAB = 257  # bytes, and the end of a document
@@ -67,12 +68,12 @@ if __name__ == "__main__":
   def get_val_loss() -> Tensor: return model.loss(val_tokens).realize()
 
   state, start = {"model": model, "opt": opt}, 0
-  if os.path.exists(CKPT):
+  if RESUME and os.path.exists(CKPT):
     tensors, states = load_checkpoint(CKPT)
     nn.state.load_state_dict(state, tensors, verbose=False)
     loader.load_state_dict(states["loader"])
     start = states["step"]
-    print(f"resumed at step {start} from {CKPT} (remove it to start over)")
+    print(f"resumed at step {start} from {CKPT} (RESUME=0 starts over)")
 
   def batches():
     while True: yield from loader

@@ -49,7 +49,12 @@ class ExampleTestCase(TempDirTestCase):
 @pytest.mark.timeout(400)  # three runs, each with its own limit
 class TestExamples(ExampleTestCase):
   def test_digits(self): self.check_resumed("digits", [(25, "3")], "0", PORT=free_port())
-  def test_gpt_on_a_mixture(self): self.check_resumed("gpt", [(17, "1")], "0", MIX="1", RAMP="400", LAYERS="0", BS="16")
+  def test_gpt_on_a_mixture(self):
+    small = {"MIX": "1", "RAMP": "400", "LAYERS": "0", "BS": "16"}
+    self.check_resumed("gpt", [(17, "1")], "0", **small)
+    _, anew = self.run_example("gpt", "whole", WORKERS="1", RESUME="0", **small | {"STEPS": "1"})
+    _, first = self.run_example("gpt", "other", WORKERS="1", **small | {"STEPS": "1"})
+    self.assertEqual(anew, first)  # from step 0, though a checkpoint is there
 
 class TestTransforms(unittest.TestCase):
   @classmethod
