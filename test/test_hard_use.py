@@ -1,5 +1,5 @@
 """What a training run meets sooner or later: full pipes, odd results, interrupts at any moment, servers that die."""
-import contextlib, gc, json, os, re, resource, select, signal, subprocess, sys, threading, unittest, warnings
+import contextlib, gc, json, os, re, resource, select, signal, subprocess, sys, threading, time, unittest, warnings
 from unittest import mock
 import numpy as np
 from tinygrad import dtypes
@@ -269,6 +269,19 @@ class TestServers(HardCase):
             killed += 1
         self.assertEqual(killed, 2)
         self.assertEqual(ids, ds.sample_ids(0, 0, 1000).tolist())
+      with self.loader(StreamingDataset(s.url, self.path("c2")), 50, num_workers=1, batch_transform=big_endian) as dl:
+        for _ in range(4): list(dl)
+        before = dl.stats()
+        for child in (dl._ahead.child, dl._engine.workers[0].child):
+          os.kill(child.process.pid, signal.SIGKILL)
+          child.process.join(10)
+        gone, deadline = dl._ahead.child, time.monotonic() + 60
+        while dl._ahead.child in (gone, None) or not dl._ahead.counts[loader.HANDLED]:
+          list(dl)
+          self.assertLess(time.monotonic(), deadline)
+        after = dl.stats()
+        self.assertGreater(before["fetched_shards"], 0)
+        for name in ("fetched_shards", "fetched_bytes", "hits"): self.assertGreaterEqual(after[name], before[name])
       def broken(*args): raise ValueError("it never starts")
       with mock.patch.object(loader, "Follower", broken), self.loader(ds, 50, num_workers=1, method="fork") as dl:
         with self.assertRaisesRegex(RuntimeError, "the process that fetches ahead [0-9]+ exited with code 1, .*, 3 times in a row"):

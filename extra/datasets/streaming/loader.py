@@ -8,7 +8,7 @@ from .dataset import Ragged, StreamingDataset, cut
 from .format import map_fd
 from .mix import Mix
 from .partition import World, batches
-from .pool import ALIGN, COUNTS, MAX_DEATHS, Carver, Child, Engine, Inherited, NeedRoom, Slot, board, dump, load, uninterrupted
+from .pool import ALIGN, COUNTS, MAX_DEATHS, Carver, Child, Engine, Inherited, NeedRoom, Slot, Tally, board, dump, load, uninterrupted
 from .remote import RemoteError, results
 from .stats import Stats
 
@@ -198,16 +198,18 @@ class Follower:
   def close(self): self.fetcher.close()
 
 def follow_main(conn, payload, number:int, ring:Inherited):
-  counts = board(map_fd(ring.fd, 8 * COUNTS * (number + 1), 0, write=True))[number]
+  tally = Tally(board(map_fd(ring.fd, 8 * COUNTS * (number + 1), 0, write=True))[number])
   follower = Follower(*load(payload))
   try:
     while True:
       at = conn.recv()
       while conn.poll(): at = conn.recv()
       follower.go(*at)
-      counts[:HANDLED] = follower.ds.counts()
-      counts[HANDLED] += 1
-  finally: follower.close()
+      tally.set(follower.ds.counts())
+      tally.row[HANDLED] += 1
+  finally:
+    follower.close()
+    tally.set(follower.ds.counts())
 
 class RemoteFollower:
   """A Follower in a process of its own, so that a busy training loop cannot starve it. Without it readers still fetch what they need."""
@@ -529,8 +531,8 @@ class StreamingDataLoader:
     """Stop the workers. The position stays: another pass goes on from there."""
     with uninterrupted(), contextlib.suppress(Exception):
       if self._rest is not None: self._settle()
-    self._counts.use(None)
     close_all(self._parts, self.ds)
+    self._counts.use(None)  # after what they have counted to their end
     self._engine = self._ahead = self._rest = None
   def stats(self) -> dict[str, Any]:
     """What the loader did since it was made, see `stats.Stats`."""

@@ -60,6 +60,11 @@ class Ring:
     for u in users: weakref.finalize(u, done).atexit = False
     if not users: self.free.append(slot)
 
+class Tally:
+  """A process's row of the board. What one before it has left there stays counted."""
+  def __init__(self, row:np.ndarray): self.row, self.before = row, row.copy()
+  def set(self, now:list[int]): self.row[:len(now)] = self.before[:len(now)] + now  # noqa: A003
+
 def board(mem:np.ndarray) -> np.ndarray: return mem.view(np.int64)[:len(mem) // 8 // COUNTS * COUNTS].reshape(-1, COUNTS)
 
 class NeedRoom(Exception):
@@ -184,29 +189,30 @@ def load(payload:Any) -> Any:
 # messages, without the dictionaries and copies of Connection.send: number of the job, offset and bytes of its slot, bytes of the job; size of a reply
 HEAD, SIZE = struct.Struct("<4q"), struct.Struct("<q")
 
-def serve(work:Callable, job:Any, mem:np.ndarray, counts:np.ndarray) -> tuple[str, Any]:
+def serve(work:Callable, job:Any, mem:np.ndarray, tally:Tally) -> tuple[str, Any]:
   start = time.perf_counter_ns()
   try:
     result = work(job, mem)
-    now = work.counts()
-    counts[:len(now)] = now
+    tally.set(work.counts())
     return "ok", result
   except NeedRoom as e: return "room", e.args[0]
   except BaseException as e: return "error", e
-  finally: counts[-1] += time.perf_counter_ns() - start
+  finally: tally.row[-1] += time.perf_counter_ns() - start
 
 class ThreadWorker:
   """Makes batches in a background thread of this process."""
   def __init__(self, work:Callable, ring:Ring):
-    self.inbox, self.outbox, self.stop = queue.SimpleQueue(), queue.SimpleQueue(), Stop()
-    self.thread = threading.Thread(target=self._main, args=(work, self.inbox, self.outbox, self.stop, ring.board[0]), name="streaming-loader",
+    self.inbox, self.outbox, self.stop, self.tally = queue.SimpleQueue(), queue.SimpleQueue(), Stop(), Tally(ring.board[0])
+    self.counts = work.counts
+    self.thread = threading.Thread(target=self._main, args=(work, self.inbox, self.outbox, self.stop, self.tally), name="streaming-loader",
                                    daemon=True)
     self.thread.start()
   @staticmethod
-  def _main(work, inbox, outbox, stop, counts):
+  def _main(work, inbox, outbox, stop, tally):
     stop.bind()
-    while (task := inbox.get()) is not None: outbox.put((task[0], *serve(work, task[1], task[2].mem, counts)))
+    while (task := inbox.get()) is not None: outbox.put((task[0], *serve(work, task[1], task[2].mem, tally)))
   def send(self, seq:int, job:Any, slot:Slot): self.inbox.put((seq, job, slot))
+  def count(self): self.tally.set(self.counts())  # others in this process may have counted since the last batch
   def ready(self) -> bool: return not self.outbox.empty()
   def recv(self, timeout:float) -> tuple[int, str, Any]:
     deadline = time.monotonic() + timeout
@@ -221,7 +227,7 @@ class ThreadWorker:
 
 def worker_main(conn, payload, number:int, stacks, ring:Inherited):
   faulthandler.register(signal.SIGUSR1, stacks.fileno(), all_threads=True)
-  error, slots, counts = None, {}, board(map_fd(ring.fd, 8 * COUNTS * (number + 1), 0, write=True))[number]
+  error, slots, tally = None, {}, Tally(board(map_fd(ring.fd, 8 * COUNTS * (number + 1), 0, write=True))[number])
   try: work = load(payload)
   except BaseException as e:
     error = RuntimeError(f"a worker process cannot load the loader's functions ({type(e).__name__}: {e}): define them at the top of a .py file that "
@@ -231,7 +237,7 @@ def worker_main(conn, payload, number:int, stacks, ring:Inherited):
     seq, offset, nbytes, size = HEAD.unpack(head)
     if offset not in slots: slots[offset] = map_fd(ring.fd, nbytes, offset, write=True)
     job = pickle.loads(slots[offset][:size].tobytes())
-    kind, value = serve(work, job, slots[offset], counts) if error is None else ("error", error)
+    kind, value = serve(work, job, slots[offset], tally) if error is None else ("error", error)
     try: reply = pickle.dumps((seq, kind, pack_error(value) if kind == "error" else value))
     except Exception as e:
       why = TypeError(f"{job}: what the loader's functions returned cannot be sent from a worker process: {e}")
@@ -250,7 +256,7 @@ class ProcessWorker:
     self.waiting:collections.deque[int] = collections.deque()  # of these, not sent yet
     self.start()
   def start(self):
-    self.ring.board[self.number], self.replied = 0, False
+    self.replied = False
     self.stacks, theirs = multiprocessing.Pipe(duplex=False)
     self.child = Child(self.method, worker_main, self.payload, self.number, theirs, Inherited(self.ring.fd))
     theirs.close()
@@ -266,6 +272,7 @@ class ProcessWorker:
       _, data, slot = self.jobs[seq]
       slot.mem[:len(data)] = np.frombuffer(data, np.uint8)
       with contextlib.suppress(OSError): os.write(self.fd, HEAD.pack(seq, slot.offset, len(slot.mem), len(data)))  # recv sees a death
+  def count(self): pass  # done with each batch
   def ready(self) -> bool: return bool(self.got or self.poll.poll(0))
   def read(self) -> tuple[int, str, Any]:
     while len(self.got) < SIZE.size or len(self.got) < (end := SIZE.size + SIZE.unpack_from(self.got)[0]):
@@ -334,6 +341,11 @@ class Engine:
     self.jobs.append((self.seq, job, slot))
     self.workers[self.seq % len(self.workers)].send(*self.jobs[-1])
     self.seq += 1
+
+  def counts(self) -> np.ndarray:
+    """int64[COUNTS], what all processes have counted."""
+    for w in self.workers: w.count()
+    return self.ring.board.sum(0)
 
   def ready(self) -> bool:
     """Whether next() would return at once, or nearly."""

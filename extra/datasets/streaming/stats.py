@@ -52,7 +52,7 @@ class Stats:
     past, last = self.kept
     self.kept = past if last is None else past + self._board(last), engine
     if engine is None: self.last = None
-  def _board(self, engine) -> np.ndarray: return engine.ring.board.sum(0)[[0, 1, 2, 3, 4, -1]]
+  def _board(self, engine) -> np.ndarray: return engine.counts()[[0, 1, 2, 3, 4, -1]]
 
   def get(self) -> dict[str, Any]:
     loader, (past, engine) = self.loader(), self.kept
