@@ -624,6 +624,32 @@ class TestPart(CacheCase):
     with self.s.folder.lock(f"{self.s.table}.1"):
       self.assertIsNone(self.s.part(1, np.array([5])))
       self.assertEqual(self.ids(self.s.part(1, np.array([5]), urgent=True), [5]), [205])
+  def test_early_rows_touch_no_disk(self):
+    whole = Store(self.path("r")).open(1)
+    def early(rows) -> bool:
+      shard, = open_shards([(self.s, 1, np.array(rows))], urgent=True)
+      for r in rows: np.testing.assert_equal(shard.sample(r), whole.sample(r))
+      np.testing.assert_array_equal(shard.fixed("x")[rows], whole.fixed("x")[rows])
+      self.assertFalse(shard.sample(rows[0])["x"].flags.writeable)
+      return shard.partial
+    self.assertTrue(early([3, 77, 199]))
+    self.assertEqual((self.server.sent, self.shard_hits()), (3 * 2008, {"shard.00001.mds": 3}))
+    self.assertEqual((files(self.path("c")), os.listdir(self.path("c", ".streaming", "parts")), self.tmp()), ({}, [], []))
+    for fault in (Fault(ranges=False), Fault(shift=8), Fault(status=404)):
+      self.s.ranges = True
+      shutil.rmtree(self.path("c"))
+      self.s = self.store()
+      self.server.fault = lambda req: fault if "Range" in req.headers else None  # noqa: B023
+      self.assertFalse(early([3]))
+    self.s = Store(self.server.url, self.path("c2"))
+    self.server.fault = None
+    self.s.part(1, np.array([3]))
+    self.server.reset_counts()
+    self.assertTrue(early([3]))                                     # what is there is used
+    self.assertEqual(self.server.hits, {})
+    write(self.path("other"), shards=1, rows=100, size=2000)
+    shutil.copy(self.path("other", "shard.00000.mds"), self.path("r", "shard.00002.mds"))
+    with self.assertRaisesRegex(RemoteError, "shard.00002.mds"): open_shards([(self.s, 2, np.array([5]))], urgent=True)
   def test_fetcher_leaves_thin_pieces_to_it(self):
     write(self.path("r", "z"), shards=1, rows=200, size=2000, compression="gz")
     f = Fetcher([self.s, z := self.store(split="z")])

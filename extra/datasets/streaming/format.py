@@ -489,10 +489,8 @@ class Shard:
   """A shard on this disk, mapped and checked against its index. `data` is its (data) file as uint8. Raises FormatError when it is not whole."""
   partial = False   # some rows may not be there: it is for the rows that it was opened for
   def __init__(self, paths:tuple[str, ...], schema:Schema, samples:int, where:str):
-    self.schema, self.samples, self.where, self._plans, self._places = schema, samples, where, {}, {}
-    self._variable, self._constant, self._lengths = _layout(schema)
+    self._over(map_file(paths[0]), schema, samples, where)
     text = schema.format in TEXT
-    self.data = map_file(paths[0])
     meta = map_file(paths[1]) if text else self.data
     end, head = len(self.data), 4 * samples + 8
     if len(meta) < head or (n := int(meta[:4].view("<u4")[0])) != samples:
@@ -511,7 +509,19 @@ class Shard:
     if samples and (int(step.min()) < least or (self._stride and int(step.max()) > least)):
       row = int(np.argmax((step != least) if self._stride else step < least))
       raise FormatError(f"{where}: row {row} has {step[row]} bytes, its columns need {least}")
-    self._buffer, self.address = memoryview(self.data), self.data.ctypes.data
+
+  def _over(self, data:np.ndarray, schema:Schema, samples:int, where:str):
+    self.data, self.schema, self.samples, self.where, self._plans, self._places = data, schema, samples, where, {}, {}
+    self._variable, self._constant, self._lengths = _layout(schema)
+    self._buffer, self.address = memoryview(data), data.ctypes.data
+
+  @staticmethod
+  def of_rows(data:np.ndarray, schema:Schema, samples:int, where:str) -> "Shard":
+    """A shard whose columns all have a fixed size over memory, uint8[its bytes], in which some rows are in their places and its head is not."""
+    (shard := Shard.__new__(Shard))._over(data, schema, samples, where)
+    shard._stride, shard.partial = shard._constant[-1], True
+    shard.offsets = len(data) - shard._stride * np.arange(samples, -1, -1)
+    return shard
 
   def _column(self, column:str) -> int:
     try: return self.schema.names.index(column)
