@@ -196,10 +196,14 @@ class TestImages(ConvertCase):
     self.assertRegex(said.getvalue(), r"\nclasses +0 Bee, 1 ant, 2 cat\n")
 
   def test_not_an_image(self):
-    self.write("in/a/0.jpg", b"\xff\xd8\xff..")
+    self.write("in/a/0.jpg", b"\xff\xd8\xff..\xff\xd9")
     self.write("in/a/1.jpg", "<html>")
     with self.assertRaisesRegex(ConvertError, "row 1: a/1.jpg is neither"): convert(os.path.join(self.dir, "in"), self.out)
-    self.assertEqual(convert(os.path.join(self.dir, "in"), self.out, skip_bad=True, exist_ok=True).rows, {"": 1})
+    self.write("in/a/1.jpg", b"\xff\xd8\xff..")
+    with self.assertRaisesRegex(ConvertError, "row 1: a/1.jpg is cut short"): convert(os.path.join(self.dir, "in"), self.out)
+    self.write("in/a/2.png", png(1)[:-5])
+    # nothing of the other options is there that could be mixed up with this
+    self.assertEqual(convert(os.path.join(self.dir, "in"), self.out, skip_bad=True).rows, {"": 1})
     with self.assertRaisesRegex(ValueError, "no class"): convert(self.dir, self.out, kind="images", exist_ok=True)
 
 class TestShuffle(ConvertCase):

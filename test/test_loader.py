@@ -406,7 +406,12 @@ class TestErrors(LoaderTestCase):
             "for b in StreamingDataLoader(StreamingDataset(sys.argv[1]), 10, tensors=False, num_workers=1, transform=same): pass")
     r = run_script(code, self.path("d"))
     self.assertEqual(r.returncode, 1)
-    self.assertRegex(r.stderr.strip().splitlines()[-1], "RuntimeError: loader worker .*if __name__ == \"__main__\"")
+    lines = r.stderr.strip().splitlines()
+    self.assertRegex(lines[-1], "RuntimeError: workers import the script .* and that starts a loader: .*if __name__ == \"__main__\"")
+    self.assertEqual(sum(x.startswith("Traceback") for x in lines), 1)
+    r = run_script("if __name__ != '__main__': 1 / 0\n" + code, self.path("d"))
+    self.assertRegex(r.stderr, "\nZeroDivisionError")
+    self.assertRegex(r.stderr.strip().splitlines()[-1], "RuntimeError: workers import .* exited with code 1, see its own error above: put what")
 
   def test_tensors_of_a_transform(self):
     class Tensor: pass

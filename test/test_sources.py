@@ -357,6 +357,12 @@ class TestKinds(ConvertCase):
       self.assertEqual(kind_of(f"s3://bucket/{name}"), kind)
     self.assertEqual(kind_of("package.module:function"), "rows")
     with self.assertRaisesRegex(ValueError, "its name does not tell what it is; say --kind"): kind_of(self.write("a.xyz", ""))
+    for name, why in (("flat/1.png", "from folders of their classes"), ("some/a.csv", None), ("some/b.npz", "say which, --kind csv or npz"),
+                      ("odd/a.xyz", "its name does not tell")):
+      folder = os.path.dirname(self.write(name, ""))
+      if why: self.assertRaisesRegex(ValueError, why, kind_of, folder)
+    os.mkdir(empty := os.path.join(self.dir, "empty"))
+    with self.assertRaisesRegex(ValueError, "an empty folder"): kind_of(empty)
     with self.assertRaisesRegex(FileNotFoundError, "no such file"): kind_of("/none/at/all")
 
 if __name__ == "__main__": unittest.main()

@@ -346,10 +346,11 @@ def prepare(out:Out, record:dict, splits:list[str], exist_ok:bool, verify:bool, 
   if ready or other: shutil.rmtree(heap, ignore_errors=True)
   if not other and (verify and ready and not exist_ok or not ready): return "ready" if ready else "begun"
   if not exist_ok:
-    if was and other: raise ConvertError(f"{show(out)} holds a conversion begun otherwise ({', '.join(NAMES.get(k, k) for k in other)} differ): "
-                                 "--exist-ok begins anew")
+    if was and other and (not local or any("index.json" in files for _, _, files in os.walk(local))):      # something of it is done
+      raise ConvertError(f"{show(out)} holds a conversion begun otherwise ({', '.join(NAMES.get(k, k) for k in other)} differ): "
+                         "--exist-ok begins anew")
     if ready: raise FileExistsError(f"{show(out)} is a dataset already: --exist-ok makes it anew")
-    if local and os.listdir(local): raise FileExistsError(f"{local} is not empty, and no conversion has begun it")
+    if local and os.listdir(local) and not was: raise FileExistsError(f"{local} is not empty, and no conversion has begun it")
   for split in dict.fromkeys(("", *was.get("splits", ()), *splits)) if local else ():
     folder = os.path.join(local, split)     # type: ignore
     clear(folder, also := r"skipped\.jsonl")

@@ -10,6 +10,7 @@ from .remote import TICK, Stop
 
 ALIGN = 64        # tinygrad's CPU kernels load whole vectors: from_blob at an unaligned address crashes
 MAX_DEATHS = 3    # of one worker in a row
+NAME, NO_GUARD = "streaming-child", 117   # of our children; and the exit code of a child that would start children while it imports the user's script
 IN_FLIGHT = 16    # messages to a worker before it has answered: far fewer than a pipe holds
 libc, MADV_REMOVE = ctypes.CDLL(None), 9
 COUNTS = 8        # numbers that each process keeps in the ring's first pages, the last one the nanoseconds it was busy
@@ -136,12 +137,13 @@ class Child:
   """A process at the other end of a pipe. It calls target(conn, *args) and is gone at once when its parent is."""
   ends:weakref.WeakSet = weakref.WeakSet()  # our ends of the pipes of all children
   def __init__(self, method:str, target:Callable, payload:Any, *args):
-    ctx = multiprocessing.get_context(method)
+    ctx, me = multiprocessing.get_context(method), multiprocessing.current_process()
+    if me.name.startswith(NAME) and getattr(me, "_inheriting", False): os._exit(NO_GUARD)  # quietly: its parent tells what is wrong
     self.conn, theirs = ctx.Pipe()
     need_main = isinstance(payload, bytes) and b"__main__" in payload and getattr(sys.modules["__main__"], "__file__", "") != "<stdin>"
     with quiet_start(need_main):
       ends = (*Child.ends, self.conn) if method == "fork" else ()
-      self.process = ctx.Process(target=child_main, args=(theirs, ends, target, payload, *args), daemon=True)
+      self.process = ctx.Process(target=child_main, name=NAME, args=(theirs, ends, target, payload, *args), daemon=True)
       try: self.process.start()
       except EOFError as e: raise RuntimeError(f"multiprocessing's {method}, which starts the workers, has ended; another pass starts it anew") from e
     theirs.close()
@@ -295,10 +297,11 @@ class ProcessWorker:
         return reply
   def replace(self):
     how, self.deaths = self.child.end(), self.deaths + 1
-    if not self.replied and self.child.process.exitcode == 1:
-      raise RuntimeError(f"loader worker {how}, while it started. Workers import the script that transform= (or collate=, batch_transform=) is in: "
-                         'put what the script runs under `if __name__ == "__main__":`')
-    if self.deaths >= MAX_DEATHS: raise RuntimeError(f"loader worker {how}, {self.deaths} times in a row, over {self.about()}")
+    if not self.replied and (code := self.child.process.exitcode) in (1, NO_GUARD):
+      does = "and that starts a loader" if code == NO_GUARD else f"and loader worker {how}"
+      raise RuntimeError(f"workers import the script that transform= (or collate=, batch_transform=) is in, {does}: "
+                         'put what the script runs under `if __name__ == "__main__":`') from None
+    if self.deaths >= MAX_DEATHS: raise RuntimeError(f"loader worker {how}, {self.deaths} times in a row, over {self.about()}") from None
     self.close()
     self.start()
     self.waiting = collections.deque(self.jobs)

@@ -291,7 +291,11 @@ def main(argv:list[str]|None=None) -> int:
   try:
     data = read(args["path"]) if args["path"] else Data(np.full(S, n), np.full(S, n * each), np.zeros(S, np.int64), np.ones(S, bool))
     axes, names, results, memo = [args[k.replace("-", "_")] for k in OPTIONS], [], [], {}
-    for point in itertools.product(*axes):
+    points:Any = list(itertools.product(*axes))
+    if len(points) > 1 and sys.stderr.isatty():
+      from tinygrad.helpers import tqdm
+      points = tqdm(points, unit="settings")
+    for point in points:
       names.append(" ".join(f"{k}={text}" for k, axis, (text, _) in zip(OPTIONS, axes, point) if len(axis) > 1))
       results.append(simulate(data, {k.replace("-", "_"): v for k, (_, v) in zip(OPTIONS, point)}, memo))
     where = Remote(args["path"]).where if args["path"] else "made up"

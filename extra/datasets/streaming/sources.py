@@ -380,14 +380,16 @@ def read_csv(part:Part, columns:dict[str, str], bad:Bad) -> Iterator[Batch]:
 
 # *** folders of images by class ***
 
+IMAGES = {".png": "png", ".jpg": "jpeg", ".jpeg": "jpeg"}
+IMAGE_ENDS = {b"\xff\xd8\xff": b"\xff\xd9", b"\x89PNG\r\n\x1a\n": b"IEND\xaeB`\x82"}    # by how the file begins
+
 def plan_images(kind:str, source:str, opt:Options) -> Plan:
-  exts = {".png": "png", ".jpg": "jpeg", ".jpeg": "jpeg"}
   if is_url(source): found = [(n, size) for n, size in Remote(source).list() if n.count("/") == 1]
   else:
     folders = sorted((d for d in os.scandir(source) if d.is_dir()), key=lambda d: d.name)
     found = [(f"{d.name}/{e.name}", e.stat().st_size) for d in folders for e in sorted(os.scandir(d.path), key=lambda e: e.name) if e.is_file()]
   found = [(n, size) for n, size in found if "/." not in f"/{n}"]
-  images = [(n, size, exts[ext]) for n, size in found if (ext := os.path.splitext(n)[1].lower()) in exts]
+  images = [(n, size, IMAGES[ext]) for n, size in found if (ext := os.path.splitext(n)[1].lower()) in IMAGES]
   if not images: raise ValueError(f"{redact(source)}: no class/*.png or class/*.jpg in it")
   classes = sorted({n.split("/")[0] for n, _, _ in images})
   label, parts, group, size = {c: i for i, c in enumerate(classes)}, [], [], 0
@@ -414,8 +416,10 @@ def read_images(part:Part, columns:dict[str, str], bad:Bad) -> Iterator[Batch]:
     for i, (name, label, size) in enumerate(part.extra, part.start):
       done += len(data := load(name, size))
       if len(data) != size: raise ValueError(f"{part.file}/{name}: it had {size} bytes a while ago, now it has not")
-      if data.startswith((b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n")): yield i, {"image": data, "label": label}, done
-      else: bad(i, f"{name} is neither a JPEG nor a PNG file")
+      end = next((e for begin, e in IMAGE_ENDS.items() if data.startswith(begin)), None)
+      if end is None: bad(i, f"{name} is neither a JPEG nor a PNG file")
+      elif data.rfind(end) < 0: bad(i, f"{name} is cut short")
+      else: yield i, {"image": data, "label": label}, done
   return batched(rows(), columns)
 
 # *** WebDataset ***
@@ -700,10 +704,15 @@ def kind_of(source:Any) -> str:
   elif os.path.exists(source): names = []
   else: raise FileNotFoundError(f"{source}: no such file or folder")
   if "index.json" in names: return "mds"
-  kinds = {k for n in names if (k := kind_of_name(os.path.join(source, n)))}
-  if len(kinds) == 1: return kinds.pop()
+  kinds = sorted({k for n in names if (k := kind_of_name(os.path.join(source, n)))})
+  if len(kinds) == 1: return kinds[0]
   if not kinds and any("/" in n or os.path.isdir(os.path.join(source, n)) for n in names): return "images"
-  raise ValueError(f"{redact(source)}: its name does not tell what it is; say --kind, one of {', '.join(KINDS)}")
+  if kinds: what = f"it has files of several kinds; say which, --kind {' or '.join(kinds)}"
+  elif any(os.path.splitext(n)[1].lower() in IMAGES for n in names):
+    what = "images are read from folders of their classes, CLASS/*.png or *.jpg, and it has them without"
+  elif os.path.isdir(source) and not names: what = "an empty folder"
+  else: what = f"its name does not tell what it is; say --kind, one of {', '.join(KINDS)}"
+  raise ValueError(f"{redact(source)}: {what}")
 
 def kind_of_name(path:str) -> str|None:
   name = name_of(path).lower()
