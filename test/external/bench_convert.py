@@ -41,7 +41,7 @@ def main():
     for c in range(10):
       os.makedirs(path(f"images/{c}"))
       for i in range(2000):
-        with open(path(f"images/{c}/{i:05}.jpg"), "wb") as f: f.write(b"\xff\xd8\xff" + rng.bytes(int(rng.integers(5_000, 20_000))))
+        with open(path(f"images/{c}/{i:05}.jpg"), "wb") as f: f.write(b"\xff\xd8\xff" + rng.bytes(int(rng.integers(5_000, 20_000))) + b"\xff\xd9")
     tar = ["tar", "cf", path("x.tar"), "-C", tmp, "images"]
     a, b = best(lambda: convert(path("images"), out, exist_ok=True), lambda: subprocess.run(tar, check=True))
     figure("a folder of 20,000 images of 12 KB", 20_000 / a, "images/s", 20_000 / b, "tar", least=0.5)
