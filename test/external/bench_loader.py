@@ -3,11 +3,15 @@
   DEV=CPU python test/external/bench_loader.py            # rows of 1 KB, samples of 100 KB, token rows; numpy and Tensors; 0 and 2 workers
   pip install mosaicml-streaming litdata                  # optional peers, measured where they are installed
 """
-import argparse, os, shutil, tempfile, time
+import argparse, multiprocessing, os, re, shutil, tempfile, time
 from importlib.metadata import PackageNotFoundError, version
 import numpy as np
-from extra.datasets.streaming import MDSWriter, StreamingDataLoader, StreamingDataset, World
+from extra.datasets.streaming import MDSWriter, Stream, StreamingDataLoader, StreamingDataset, World
 from figures import figure
+
+# samples a second that 0 workers must give, by (data, batch size, Tensors)
+LEAST = {("rows", 256, False): 1_500_000, ("rows", 256, True): 500_000, ("rows", 4096, True): 2_000_000, ("bytes", 32, False): 20_000,
+         ("tokens", 256, False): 1_000_000}
 
 def best(fn, times:int=5) -> float:
   """The least of several timings of fn, in seconds: the others are noise of the machine."""
@@ -60,7 +64,8 @@ def bench_loader(folder:str, tensors:bool) -> dict[tuple[str, int, int], float]:
   copy = (1 << 28) / best(lambda: np.copyto(memcpy[:1 << 27], memcpy[1 << 27:])) / 2
   for name, batches, size in (("rows", (256, 4096), 1024), ("bytes", (32,), 100_000), ("tokens", (256,), 4098)):
     ds = StreamingDataset(f"{folder}/{name}", shuffle=True, num_canonical_nodes=1)
-    for workers in (0, 2): figure(f"{name}, first batch, {workers} workers", min(first_batch(ds, num_workers=workers) for _ in range(3)) * 1e3, "ms")
+    for workers, most in ((0, 50), (2, 300)):
+      figure(f"{name}, first batch, {workers} workers", min(first_batch(ds, num_workers=workers) for _ in range(3)) * 1e3, "ms", most, most=1)
     for batch in batches:
       for out in (False, True) if tensors and name != "bytes" else (False,):
         zero = 0.0
@@ -70,10 +75,11 @@ def bench_loader(folder:str, tensors:bool) -> dict[tuple[str, int, int], float]:
             rate = len(dl) * batch / min(run(dl) for _ in range(3))
           zero = zero or rate
           if not out: rates[name, batch, workers] = rate
-          if workers: limit, limit_name = zero, "0 workers"
-          elif out: limit, limit_name = batch / from_blob_alone(batch, size), "from_blob alone"
-          else: limit, limit_name = copy / size, "memcpy"
-          figure(f"{name}, batch {batch:,}, {'Tensors' if out else 'numpy'}, {workers} workers", rate, "samples/s", limit, limit_name)
+          label = f"{name}, batch {batch:,}, {'Tensors' if out else 'numpy'}, {workers} workers"
+          if workers: figure(label, rate, "samples/s", zero, "0 workers", least=0.8)
+          else:
+            limit, of = (batch / from_blob_alone(batch, size), "from_blob alone") if out else (copy / size, "memcpy")
+            figure(label, rate, "samples/s", LEAST.get((name, batch, out)), least=1, more=f"{rate / limit:.2f} of {of}")
   return rates
 
 def from_blob_alone(batch:int, size:int) -> float:
@@ -94,7 +100,41 @@ def bench_transform(folder:str):
     with StreamingDataLoader(ds, 64, num_workers=workers, tensors=False, transform=slow, world=World()) as dl:
       run(dl)
       rates[workers] = 4096 / run(dl)
-  figure("transform of 1 ms, 2 workers", rates[2], "samples/s", rates[1], "1 worker")
+  figure("transform of 1 ms, 2 workers", rates[2], "samples/s", rates[1], "1 worker", least=1.8)
+
+def bench_resume(folder:str):
+  for name, repeat in (("the rows", 1), ("the rows 10,000 times over", 10_000)):
+    ds = StreamingDataset(streams=[Stream(f"{folder}/rows", repeat=repeat)], shuffle=True, num_canonical_nodes=1)
+    def start(part:float) -> float:
+      t = time.perf_counter()
+      with StreamingDataLoader(ds, 256, world=World(), tensors=False) as dl:
+        dl.load_state_dict(dl.state_dict() | {"sample_in_epoch": int(part * ds.epoch_length(0)) // 256 * 256})  # noqa: B023
+        next(iter(dl))
+      return time.perf_counter() - t
+    begin, late = map(min, zip(*((start(0), start(0.9)) for _ in range(7))))
+    figure(f"{name}: first batch, resumed at 90 %", late * 1e3, "ms", begin * 1e3, "from the start", most=1.1, more=f"{ds.epoch_length(0):,} samples")
+
+def private(pid:int) -> int:
+  """Bytes of memory that a process and its descendants have for themselves, page cache left out."""
+  with open(f"/proc/{pid}/smaps_rollup") as f: mine = int(re.search(r"Private_Dirty: +(\d+) kB", f.read())[1]) * 1024
+  for task in os.listdir(f"/proc/{pid}/task"):
+    with open(f"/proc/{pid}/task/{task}/children") as f: mine += sum(private(int(child)) for child in f.read().split())
+  return mine
+
+def memory(folder:str, queue):
+  ds = StreamingDataset(f"{folder}/rows", shuffle=True, num_canonical_nodes=1)
+  before = private(os.getpid())
+  with StreamingDataLoader(ds, 256, num_workers=2, tensors=False, world=World()) as dl:
+    most = max(private(os.getpid()) for n, _ in enumerate(dl) if n % 100 == 0)
+    queue.put((most, before, dl.stats()["ring_bytes"]))
+
+def bench_memory(folder:str):
+  ctx = multiprocessing.get_context("spawn")
+  queue = ctx.SimpleQueue()
+  (child := ctx.Process(target=memory, args=(folder, queue))).start()
+  most, before, ring = queue.get()
+  child.join()
+  figure("rows, batch 256, 2 workers: private memory of all processes", (most - ring) / 1e6, "MB", 150, most=1, more=f"{before / 1e6:.0f} MB before")
 
 def peer_rate(loader) -> float:
   """Samples a second of a peer's loader, the best of three passes of at most 20 seconds, from a pass's first batch to its last: starting and stopping
@@ -155,5 +195,7 @@ if __name__ == "__main__":
     bench_reads(folder)
     rates = bench_loader(folder, not args.no_tensors)
     bench_transform(folder)
+    bench_resume(folder)
+    bench_memory(folder)
     bench_peers(folder, rates)
   finally: shutil.rmtree(folder, ignore_errors=True)
