@@ -2,7 +2,7 @@
 plain data that any process can read: read(part, ...) yields batches of a few MB, so memory stays flat."""
 import contextlib, csv, decimal, glob, gzip, importlib, io, itertools, json, math, os, re, struct, tarfile, tempfile, zipfile, zlib
 from dataclasses import dataclass, field, replace
-from typing import Any, Callable, Iterable, Iterator, NamedTuple
+from typing import Any, Callable, Iterable, Iterator, NamedTuple, Sequence
 import numpy as np
 from .cache import Store
 from .format import Index, Shard, cast, encoding, need
@@ -111,6 +111,15 @@ def columns_of(rows:list[dict], where:str) -> dict[str, str]:
   if not rows: raise ValueError(f"{where}: no rows, so no columns can be inferred")
   return {n: value_encoding([r[n] for r in rows]) if all(n in r for r in rows) else "!is not in every row"
           for n in dict.fromkeys(n for r in rows for n in r)}
+
+def spans(sizes:Sequence[int], most:float) -> Iterator[tuple[int, int, int]]:
+  """Neighbours joined until they have `most` bytes: (start, stop, bytes)."""
+  start, size = 0, 0
+  for i, n in enumerate(sizes, 1):
+    size += n
+    if size >= most or i == len(sizes):
+      yield start, i, size
+      start, size = i, 0
 
 # *** arrays: .npz, .npy, idx, CIFAR, token files ***
 
@@ -392,12 +401,9 @@ def plan_images(kind:str, source:str, opt:Options) -> Plan:
   images = [(n, size, IMAGES[ext]) for n, size in found if (ext := os.path.splitext(n)[1].lower()) in IMAGES]
   if not images: raise ValueError(f"{redact(source)}: no class/*.png or class/*.jpg in it")
   classes = sorted({n.split("/")[0] for n, _, _ in images})
-  label, parts, group, size = {c: i for i, c in enumerate(classes)}, [], [], 0
-  for i, (n, bytes_, _) in enumerate(images):
-    group.append((n, label[n.split("/")[0]], bytes_))
-    if (size := size + bytes_) >= opt.part_size or i == len(images) - 1:
-      parts.append(Part(kind, source, i + 1 - len(group), i + 1, size, extra=tuple(group)))
-      group, size = [], 0
+  label = {c: i for i, c in enumerate(classes)}
+  files = [(n, label[n.split("/")[0]], size) for n, size, _ in images]
+  parts = [Part(kind, source, i, j, size, extra=tuple(files[i:j])) for i, j, size in spans([size for _, _, size in files], opt.part_size)]
   plan = Plan({"image": "jpeg" if any(e == "jpeg" for _, _, e in images) else "png", "label": "int"}, parts, classes=classes)
   plan.notes.append(f"{len(classes)} classes: {', '.join(classes[:10])}{', ...' if len(classes) > 10 else ''}")
   if other := len(found) - len(images): plan.notes.append(f"{other} files that are neither .png nor .jpg are left out")
@@ -488,17 +494,13 @@ def plan_parquet(kind:str, source:str, opt:Options) -> Plan:
   for file in files:
     with here(file) as path, pq.ParquetFile(path) as f:
       if schema is not None and not f.schema_arrow.equals(schema): raise ValueError(f"{redact(file)}: its schema is not that of {redact(files[0])}")
-      schema, start, size = f.schema_arrow, 0, 0
+      schema, groups = f.schema_arrow, [f.metadata.row_group(g) for g in range(f.num_row_groups)]
       plan.columns = {c.name: parquet_column(c.type)[0] for c in schema}
-      for g in range(f.num_row_groups):
-        group = f.metadata.row_group(g)
-        for c in (group.column(i) for i in range(group.num_columns)):
-          if c.statistics and c.statistics.has_null_count and "." not in c.path_in_schema:
-            nulls[c.path_in_schema] = nulls.get(c.path_in_schema, 0) + c.statistics.null_count
-        size += group.total_byte_size
-        if (size >= opt.part_size and not is_url(file)) or g == f.num_row_groups - 1:
-          plan.parts.append(Part(kind, file, start, g + 1, size))
-          start, size = g + 1, 0
+      for c in (group.column(i) for group in groups for i in range(group.num_columns)):
+        if c.statistics and c.statistics.has_null_count and "." not in c.path_in_schema:
+          nulls[c.path_in_schema] = nulls.get(c.path_in_schema, 0) + c.statistics.null_count
+      sizes = [group.total_byte_size for group in groups]
+      plan.parts += [Part(kind, file, *run) for run in spans(sizes, math.inf if is_url(file) else opt.part_size)]
   for c in schema:
     if note := parquet_column(c.type)[1]: plan.notes.append(f"{c.name} is {note}")
     if nulls.get(c.name):
@@ -559,17 +561,14 @@ def token_rows(docs:Iterator[tuple[np.ndarray, int]], opt:Options, end:int|None)
   else: yield from batched(((i, {"tokens": d}, done) for i, (d, done) in enumerate(docs)), {"tokens": ""})
 
 def plan_text(kind:str, source:str, opt:Options) -> Plan:
-  t, parts, group, size = tokenizer(opt.tokenizer), [], [], 0
+  t, files, pieces = tokenizer(opt.tokenizer), files_of(source), []
   end = t.end if opt.end_token is None else opt.end_token
-  files = files_of(source)
   for number, f in enumerate(files):
     whole = bytes_of(f)
-    for piece in line_parts(kind, [f], opt) if opt.seq_len else [Part(kind, f, 0, whole, whole)]:
-      group.append((number, f, piece.start, piece.stop, piece.stop == whole))
-      size += piece.size
-      if size >= opt.part_size or (piece.stop == whole and number == len(files) - 1):
-        parts.append(Part(kind, source, size=size, extra=(opt, end, tuple(group))))
-        group, size = [], 0
+    cuts = line_parts(kind, [f], opt) if opt.seq_len else [Part(kind, f, 0, whole)]
+    pieces += [(number, f, p.start, p.stop, p.stop == whole) for p in cuts]
+  sizes = [stop - start for _, _, start, stop, _ in pieces]
+  parts = [Part(kind, source, size=size, extra=(opt, end, tuple(pieces[i:j]))) for i, j, size in spans(sizes, opt.part_size)]
   return Plan(token_columns(t.dtype, opt), parts, [f"{len(files)} documents, by the tokenizer {opt.tokenizer}, end token {end}"])
 
 def read_text(part:Part, columns:dict[str, str], bad:Bad) -> Iterator[Batch]:
@@ -645,11 +644,7 @@ def stored(shard:Shard, column:str, rows:np.ndarray, want:str) -> Any:
 
 def plan_mds(kind:str, source:str, opt:Options) -> Plan:
   index = Index.parse(Remote(source).read("index.json"), redact(source))
-  parts, start = [], 0
-  for s in range(len(index)):
-    if (size := int(index.raw_size[start:s + 1].sum())) >= opt.part_size or s == len(index) - 1:
-      parts.append(Part(kind, source, start, s + 1, size))
-      start = s + 1
+  parts = [Part(kind, source, *run) for run in spans(index.raw_size.tolist(), opt.part_size)]
   return Plan({n: {"float": "float64"}.get(e, e) for n, e in index.columns().items()}, parts or [Part(kind, source)])
 
 def read_mds(part:Part, columns:dict[str, str], bad:Bad) -> Iterator[Batch]:
