@@ -10,13 +10,12 @@ from multiprocessing import connection
 from typing import Any, Callable, Iterator
 import numpy as np
 from . import sources
-from .format import Index, encoding
+from .format import Index, encoding, need
 from .write import MDSWriter, merge_index, parse_size, write_atomic
 from .pool import Child, dump, load, pack_error, unpack_error
 from .remote import Remote, redact
 from .shuffle import hash64
 from .sources import Options, Rows, weight
-from .tokens import optional
 
 CHUNK, BUCKET = 32 << 20, 56 << 20       # bytes that a shuffle sorts at once, in its first pass and (about a shard) in its second
 
@@ -392,10 +391,10 @@ def executor_of(spec:Executor|str|None) -> Iterator[Executor|None]:
   """The executor that "dask:ADDRESS" or "mpi" means."""
   if not isinstance(spec, str): yield spec
   elif spec.startswith("dask:"):
-    with optional("distributed").Client(spec[5:]) as client: yield client.get_executor()
+    with need("distributed").Client(spec[5:]) as client: yield client.get_executor()
   elif spec == "mpi":
-    optional("mpi4py")
-    with optional("mpi4py.futures").MPIPoolExecutor() as pool: yield pool
+    need("mpi4py")
+    with need("mpi4py.futures").MPIPoolExecutor() as pool: yield pool
   else: raise ConvertError(f"executor {spec!r}: give dask:ADDRESS or mpi")
 
 def convert(source:Any, out:Out, *, kind:str|None=None, columns:dict[str, str]|None=None, only:list[str]|None=None, size_limit:int|str="64mb",

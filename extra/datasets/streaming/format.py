@@ -4,7 +4,7 @@ The layout on disk is that of MosaicML Streaming's MDS v2. Ours beyond it: the e
 `ndarray:bfloat16...` (16 bits a value), arrays with no dimension or no element, numpy integers in `int`, numpy arrays as values of `pil`, `jpeg`
 and `png` columns, and an index stored as gzip or zstd.
 """
-import bz2, ctypes, decimal, functools, gzip, hashlib, io, json, math, os, pickle, re, struct, weakref, zlib
+import bz2, ctypes, decimal, functools, gzip, hashlib, importlib, io, json, math, os, pickle, re, struct, weakref, zlib
 from array import array
 from dataclasses import dataclass
 from typing import Any, Callable, Iterable, NamedTuple
@@ -13,10 +13,11 @@ import numpy as np
 class FormatError(ValueError):
   """A file or an index that is not what it should be."""
 
-def need(module:str, extra:str, package:str=""):
-  """Import an optional package, or say which extra of this one brings it."""
-  try: return __import__(module)
-  except ImportError as e: raise ImportError(f"{module} is not installed: install the extra [{extra}], or pip install {package or module}") from e
+def need(module:str, extra:str="", package:str="") -> Any:
+  """Import an optional package, or say what brings it: an extra of this one, if there is one for it, or pip."""
+  try: return importlib.import_module(module)
+  except ImportError as e:
+    raise ImportError(f"{module} is not installed: {f'install the extra [{extra}], or ' if extra else ''}pip install {package or module}") from e
 
 def size_of(x:Any) -> Any:
   """The bytes that a text such as "100kb", "64mb" or "1.5gb" means (units of 1024); anything else comes back as it is."""
@@ -194,7 +195,7 @@ def _to_json(v) -> bytes:
     raise TypeError(f"{type(x).__name__} cannot be written as JSON")
   return json.dumps(v, default=other, allow_nan=False).encode()
 
-def _pil(): return need("PIL.Image", "images", "Pillow").Image
+def _pil(): return need("PIL.Image", "images", "Pillow")
 
 def _to_image(v):
   if not isinstance(v, np.ndarray): return v

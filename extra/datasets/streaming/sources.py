@@ -7,7 +7,7 @@ import numpy as np
 from .cache import Store
 from .format import Index, Shard, cast, encoding, need
 from .remote import Remote, redact
-from .tokens import megatron, optional, pack, token_file, tokenizer
+from .tokens import megatron, pack, token_file, tokenizer
 
 BATCH, SAMPLE = 4 << 20, 1000     # bytes of a batch, rows that a schema is inferred from
 
@@ -268,7 +268,7 @@ def open_lines(path:str) -> Iterator[tuple[Any, Any]]:
     if path.endswith(".gz"): f:Any = gzip.open(raw)
     elif path.endswith(".zst"):
       try: from compression.zstd import ZstdFile as unpack    # type: ignore  # Python 3.14
-      except ImportError: unpack = optional("zstandard").open
+      except ImportError: unpack = need("zstandard").open
       f = unpack(raw, "rb")
     else: f = raw
     yield io.BufferedReader(f) if path.endswith(".zst") else f, raw

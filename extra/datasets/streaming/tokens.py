@@ -3,11 +3,7 @@ import functools, importlib, re, struct, unicodedata
 from itertools import groupby
 from typing import Any, Callable, Iterator, NamedTuple
 import numpy as np
-
-def optional(module:str) -> Any:
-  """A package that only some sources and clusters need."""
-  try: return importlib.import_module(module)
-  except ImportError as e: raise ImportError(f"{module} is not installed: pip install {module}") from e
+from .format import need
 
 class Tokenizer(NamedTuple):
   encode:Callable[[Any], Any]   # text (bytes for the tokenizer "bytes") -> token ids
@@ -57,7 +53,7 @@ def tokenizer(spec:str) -> Tokenizer:
   """"bytes" (256 ends a document), a tokenizers JSON file, the merges file of a GPT-2 BPE, or "module:function" that takes a text and gives ids."""
   if spec == "bytes": return byte_tokenizer()
   if spec.endswith(".json"):
-    t = optional("tokenizers").Tokenizer.from_file(spec)
+    t = need("tokenizers").Tokenizer.from_file(spec)
     ends = [i for i in map(t.token_to_id, ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")) if i is not None]
     return Tokenizer(lambda text: t.encode(text, add_special_tokens=False).ids, dtype_for(t.get_vocab_size()), ends[0] if ends else None)
   if m := re.fullmatch(r"([\w.]+):(\w+)", spec): return Tokenizer(getattr(importlib.import_module(m[1]), m[2]), "uint32", None)
