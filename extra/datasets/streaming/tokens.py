@@ -11,8 +11,6 @@ class Tokenizer(NamedTuple):
   end:int|None                  # the token between documents
   text:bool = True
 
-def byte_tokenizer() -> Tokenizer: return Tokenizer(lambda data: np.frombuffer(data, np.uint8), "uint16", 256, text=False)
-
 def _classes(prefix:str) -> str:
   """The characters whose Unicode category starts with `prefix`, as ranges for re, which has no \\p{L}."""
   found = [c for c in range(0x110000) if unicodedata.category(chr(c)).startswith(prefix)]
@@ -51,7 +49,7 @@ def dtype_for(vocabulary:int) -> str: return "uint16" if vocabulary <= 1 << 16 e
 @functools.lru_cache(4)
 def tokenizer(spec:str) -> Tokenizer:
   """"bytes" (256 ends a document), a tokenizers JSON file, the merges file of a GPT-2 BPE, or "module:function" that takes a text and gives ids."""
-  if spec == "bytes": return byte_tokenizer()
+  if spec == "bytes": return Tokenizer(lambda data: np.frombuffer(data, np.uint8), "uint16", 256, text=False)
   if spec.endswith(".json"):
     t = need("tokenizers").Tokenizer.from_file(spec)
     ends = [i for i in map(t.token_to_id, ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")) if i is not None]
