@@ -33,13 +33,11 @@ def under(out:Out, *names:str) -> Out:
 def show(out:Out) -> str: return redact(out if isinstance(out, str) else out[1])
 def local_of(out:Out) -> str|None: return out[0] if isinstance(out, tuple) else None if "://" in out else out
 def remote_of(out:Out) -> str|None: return out[1] if isinstance(out, tuple) else out if "://" in out else None
+def near(out:Out) -> str: return out[0] if isinstance(out, tuple) else out     # where it is read back from
 
 def get(out:Out, name:str) -> bytes|None:
   """The bytes of a file of the output, None if there is none."""
-  if local := local_of(out):
-    with contextlib.suppress(FileNotFoundError), open(os.path.join(local, name), "rb") as f: return f.read()
-    return None
-  remote = Remote(remote_of(out))       # type: ignore
+  remote = Remote(near(out))
   return remote.read(name) if remote.exists(name) else None
 
 def put(out:Out, name:str, data:bytes):
@@ -203,7 +201,7 @@ def fitting(numbers:np.ndarray, batch:dict[str, Any], columns:dict[str, str], ba
 
 def stored_rows(out:Out, columns:dict[str, str]) -> Iterator[tuple[bytes, ...]]:
   with tempfile.TemporaryDirectory(prefix="convert-") as tmp:
-    rows = Rows(local_of(out) or remote_of(out), tmp, columns)     # type: ignore
+    rows = Rows(near(out), tmp, columns)
     for _, batch in rows.read(0, int(rows.starts[-1])): yield from row_bytes(batch, columns)
 
 def check_part(job:Job, tell:Tell=lambda *_: None) -> int:
@@ -475,8 +473,8 @@ def check(jobs:list[Job], out:Out, splits:list[str], do:Callable[[Work, list[Job
   """Read the output back against the source."""
   total = do(check_part, jobs)
   if jobs[0].outs: return
-  back = [replace(jobs[0], part=part, size=part.size, val=0, skip_bad=False) for s in splits for part in
-          sources.plan(local_of(under(out, s)) or remote_of(under(out, s)), "mds")[1].parts]
+  back = [replace(jobs[0], part=part, size=part.size, val=0, skip_bad=False) for s in splits
+          for part in sources.plan(near(under(out, s)), "mds")[1].parts]
   if do(check_part, [replace(job, number=n) for n, job in enumerate(back)]) != total:
     raise ConvertError(f"{show(out)} does not have the rows of the source, each as often")
 
