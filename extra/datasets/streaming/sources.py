@@ -175,6 +175,7 @@ def idx_array(path:str) -> Array:
   return streamed(f, dtype, shape, path) if path.endswith(".gz") else mapped(memmap(path, dtype, 4 + 4 * head[3], shape))
 
 def idx_labels(images:str) -> str: return images.replace("images", "labels").replace("idx3", "idx1")
+BESIDE:dict[str, Callable[[str], str]] = {"idx": idx_labels, "megatron": lambda n: n[:-4] + ".idx"}    # kind -> the file that belongs beside one
 
 def idx_arrays(path:str, extra:Any) -> dict[str, Array]:
   at = os.path.join(os.path.dirname(path), idx_labels(name_of(path)))
@@ -232,7 +233,7 @@ def plan_arrays(kind:str, source:str, opt:Options) -> Plan:
   plan, found = Plan({}, []), files(source, opt)
   for file, split, extra in found:
     where = redact(file)
-    with here(file, idx_labels if kind == "idx" else None) as path: arrays = arrays_of(path, extra)
+    with here(file, BESIDE.get(kind)) as path: arrays = arrays_of(path, extra)
     if single := [n for n, a in arrays.items() if not a.shape]: raise ValueError(f"{where}: {', '.join(single)} is a single value, not rows")
     if len({a.shape[0] for a in arrays.values()}) != 1:
       raise ValueError(f"{where}: arrays of different lengths: {', '.join(f'{n} {list(a.shape)}' for n, a in arrays.items())}")
@@ -592,7 +593,7 @@ def read_text(part:Part, columns:dict[str, str], bad:Bad) -> Iterator[Batch]:
 
 def plan_megatron(kind:str, source:str, opt:Options) -> Plan:
   path = re.sub(r"\.(bin|idx)$", "", source) + ".bin"
-  with here(path, lambda n: n[:-4] + ".idx") as file: dtype, sizes, _ = megatron(file)
+  with here(path, BESIDE[kind]) as file: dtype, sizes, _ = megatron(file)
   ends, cuts = np.cumsum(sizes, dtype=np.int64) * dtype.itemsize, [0]
   while cuts[-1] < len(sizes):
     far = (ends[cuts[-1] - 1] if cuts[-1] else 0) + opt.part_size
@@ -725,9 +726,8 @@ def plan(source:Any, kind:str|None=None, opt:Options=Options()) -> tuple[str, Pl
   except BROKEN as e: raise ValueError(f"{redact(source)}: cannot be read: {e}") from e
 
 def read(part:Part, columns:dict[str, str], bad:Bad) -> Iterator[Batch]:
-  beside = {"idx": idx_labels, "megatron": lambda n: n[:-4] + ".idx"}.get(part.kind)
   try:
     # those that are many files, and those that are none, find them themselves
-    with contextlib.nullcontext(part.file) if part.kind in ("images", "text", "mds", "rows") else here(part.file, beside) as path:
+    with contextlib.nullcontext(part.file) if part.kind in ("images", "text", "mds", "rows") else here(part.file, BESIDE.get(part.kind)) as path:
       yield from KINDS[part.kind][1](replace(part, file=path), columns, bad)
   except BROKEN as e: raise ValueError(f"{redact(part.file)}: cannot be read: {e}") from e

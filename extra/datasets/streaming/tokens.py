@@ -88,7 +88,7 @@ MEGATRON = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 
 
 def megatron(path:str) -> tuple[np.dtype, np.ndarray, np.ndarray]:
   """(dtype, sizes in tokens, places in bytes) of the sequences of a .bin, from the .idx beside it (Megatron-LM, core/datasets/indexed_dataset.py)."""
-  index = path.removesuffix(".bin").removesuffix(".idx") + ".idx"
+  index = path[:-4] + ".idx"
   with open(index, "rb") as f: head, size = f.read(34), f.seek(0, 2)
   if len(head) < 34 or head[:9] != b"MMIDIDX\0\0" or head[17] not in MEGATRON: raise ValueError(f"{index}: not an index of Megatron")
   n, = struct.unpack_from("<q", head, 18)
