@@ -42,10 +42,10 @@ def digests(algos:Iterable[str], path:str) -> dict[str, str]:
       for h in hs.values(): h.update(block)
   return {algo: h.hexdigest() for algo, h in hs.items()}
 
-def verify(path:str, file:"File", where:str, hashes:bool=True):
-  """Check the size of a file, and with `hashes` each hash the index has for it. Raises FormatError."""
+def verify(path:str, file:"File", where:str, hashes:bool=True, taken:dict[str, str]|None=None):
+  """Check the size of a file, and with `hashes` each hash the index has for it, against those `taken` already or the file's. Raises FormatError."""
   if (size := os.stat(path).st_size) != file.size: raise FormatError(f"{where}: {file.name} has {size} bytes, its index says {file.size}")
-  for algo, hexa in digests(file.hashes, path).items() if hashes else ():
+  for algo, hexa in (digests(file.hashes, path) if taken is None else taken).items() if hashes else ():
     if hexa != file.hashes[algo]: raise FormatError(f"{where}: {file.name} has {algo} {hexa}, its index says {file.hashes[algo]}")
 
 def codec(compression:str) -> tuple[str, int]:
