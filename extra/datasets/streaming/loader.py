@@ -73,14 +73,14 @@ class Work:
     if self.transform is None and self.collate is None: batch = self.columns_of(job)
     else:
       rows = self.samples(job)
-      if self.collate is not None: batch = self.user("collate", job, self.collate, rows)
+      if self.collate is not None: batch = self.user("collate", self.collate, job, None, rows)
       else:
         if other := [i for i, row in enumerate(rows) if row.keys() != rows[0].keys()]:
           raise UserError(f"transform gave sample {job.ids[other[0]]} the columns {list(rows[other[0]])}, and sample {job.ids[0]} {list(rows[0])}")
         batch = {k: [row[k] for row in rows] for k in rows[0]}
     if self.batch_transform is not None:
       batch = {k: stack(k, v, np.empty) if isinstance(v, list) else v for k, v in batch.items()}
-      batch = self.user("batch_transform", job, self.batch_transform, batch, self.rng(job.epoch, int(job.pos[0]), 1))
+      batch = self.user("batch_transform", self.batch_transform, job, None, batch, self.rng(job.epoch, int(job.pos[0]), 1))
     return batch
 
   def columns_of(self, job:Job) -> dict[str, Any]:
@@ -89,26 +89,21 @@ class Work:
   def samples(self, job:Job) -> list[dict[str, Any]]:
     columns = self.columns_of(job)
     rows = [dict(zip(columns, row)) for row in zip(*(self.ds.python(k, v) for k, v in columns.items()))]
-    return rows if self.transform is None else [self.sample(job, i, row) for i, row in enumerate(rows)]
+    if self.transform is None: return rows
+    return [self.user("transform", self.transform, job, i, row, self.rng(job.epoch, int(job.pos[i]), 0)) for i, row in enumerate(rows)]
 
   def rng(self, epoch:int, pos:int, stream:int) -> np.random.Generator:
     # the counter's high words are ours, so that no two samples ever share a stretch of the sequence
     return np.random.Generator(np.random.Philox(key=[self.seed % (1 << 64), epoch], counter=[0, 0, stream, pos]))
 
-  def sample(self, job:Job, i:int, row:dict[str, Any]) -> dict[str, Any]:
+  def user(self, name:str, fn:Callable, job:Job, row:int|None, *args) -> dict[str, Any]:
+    """fn(*args), the user's, on a row of the job or on all of it."""
     try:
-      if not isinstance(out := self.transform(row, self.rng(job.epoch, int(job.pos[i]), 0)), dict):
-        raise TypeError(f"transform must return a dict, not {type(out).__name__}")
+      if not isinstance(out := fn(*args), dict): raise TypeError(f"{name} must return a dict, not {type(out).__name__}")
       return out
     except BaseException as e:
-      raise UserError(f"transform failed on sample {job.ids[i]} (epoch {job.epoch}, position {job.pos[i]}): {type(e).__name__}: {e}") from e
-
-  def user(self, name:str, job:Job, fn:Callable, *args) -> dict[str, Any]:
-    try:
-      if not isinstance(batch := fn(*args), dict): raise TypeError(f"{name} must return a dict, not {type(batch).__name__}")
-      return batch
-    except BaseException as e:
-      raise UserError(f"{name} failed on {job}, which starts with sample {job.ids[0]}: {type(e).__name__}: {e}") from e
+      on = f"{job}, which starts with sample {job.ids[0]}" if row is None else f"sample {job.ids[row]} (epoch {job.epoch}, position {job.pos[row]})"
+      raise UserError(f"{name} failed on {on}: {type(e).__name__}: {e}") from e
 
   def replace(self, job:Job) -> tuple[Job, list[tuple[int, str]]]:
     """The job with other samples of the same streams in place of those that cannot be read or transformed, and what was wrong with those."""
