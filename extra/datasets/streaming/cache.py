@@ -18,7 +18,7 @@ import numpy as np
 from .format import INDEXES, File, FormatError, Index, Schema, Shard, decompress, hasher, instead_of, size_of, verify
 from .remote import Cancelled, NoRanges, Pool, Remote, RemoteError, Stop
 
-META, DEBUG = ".streaming", int(os.getenv("DEBUG", "0"))
+META, DEBUG = ".streaming", int(os.getenv("DEBUG", "0") or 0)
 # bytes on disk, those on their way included; a stamp of the verified files (negative: only the size was checked); when it was last asked for
 ROW = np.dtype([("bytes", "<i8"), ("stamp", "<i8"), ("used", "<i8")])
 NEVER = np.iinfo(np.int64).max

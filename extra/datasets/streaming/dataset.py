@@ -1,15 +1,14 @@
 """A dataset of shards as one long sequence: random access, vectorised reads and the order of an epoch."""
-import bisect, collections, ctypes, os, threading, time
+import bisect, collections, ctypes, threading, time
 from typing import Any, Callable, Sequence
 import numpy as np
-from .cache import Store, open_shards
+from .cache import DEBUG, Store, open_shards
 from .format import Encoding, FormatError, Shard, encoding, locate, memory
 from .mix import Mix, Source, Stream
 from .partition import World
 from .remote import Pool
 from .shuffle import hash64
 
-DEBUG = int(os.environ.get("DEBUG", "0") or 0)
 MAX_MAPPED = 1024   # shards kept mapped at once; a mapping holds no descriptor
 PART = 1 << 20      # bytes of a shard from which on a part of it may be fetched: a smaller one comes as quickly whole
 ORIGIN = ("_stream", "_shard", "_index", "_position")

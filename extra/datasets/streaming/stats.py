@@ -2,7 +2,7 @@
 import threading, time, weakref
 from typing import Any
 import numpy as np
-from .dataset import DEBUG
+from .cache import DEBUG
 
 COUNTED = ("fetched_bytes", "fetched_shards", "hits", "evicted", "opening_ns", "busy_ns")
 
