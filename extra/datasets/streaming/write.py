@@ -335,16 +335,6 @@ def merge_index(*args, keep_local:bool=True, download_timeout:float=60):
     return Remote(path.rstrip("/") if "://" in path else os.path.abspath(os.path.expanduser(path)), timeout=download_timeout)
   parts, out = (None, args[0]) if len(args) == 1 else args
   roots = [place(o) for o in (out if isinstance(out, (tuple, list)) else (out,)) if o is not None]
-  texts:dict[str, str] = {}
-  def add(remote:Remote, folder:str, prefix:str):
-    name = folder + next((n for n in INDEXES if remote.exists(folder + n)), INDEXES[0])
-    index = Index.parse(remote.read(name), remote.at(name))
-    for entry in map(index.entry, range(len(index))):
-      if not prefix and "/" in entry["raw_data"]["basename"]: continue  # of a part: that is there itself, or gone
-      for key in ("raw_data", "raw_meta", "zip_data", "zip_meta"):
-        if entry.get(key): entry[key]["basename"] = prefix + entry[key]["basename"]
-      if not _inside(name := entry["raw_data"]["basename"]): raise FormatError(f"{roots[0].where}: a shard may not be named {name!r}")
-      texts.setdefault(name, json.dumps(entry))
   found:list[tuple[Remote, str, str]] = []
   for root in roots if parts is None else ():
     if any(f[1] for f in found): break
@@ -358,7 +348,16 @@ def merge_index(*args, keep_local:bool=True, download_timeout:float=60):
     if inside is None and remote.kind == "file": raise ValueError(f"part {remote.where} does not lie below {roots[0].where}")
     found.append((remote, "", (inside or remote.url.rpartition("/")[2]) + "/"))
   if not any(f[2] for f in found): raise ValueError(f"no index.json below {roots[0].where}: nothing to merge")
-  for f in found: add(*f)
+  texts:dict[str, str] = {}
+  for remote, folder, prefix in found:
+    name = folder + next((n for n in INDEXES if remote.exists(folder + n)), INDEXES[0])
+    index = Index.parse(remote.read(name), remote.at(name))
+    for entry in map(index.entry, range(len(index))):
+      if not prefix and "/" in entry["raw_data"]["basename"]: continue  # of a part: that is there itself, or gone
+      for key in ("raw_data", "raw_meta", "zip_data", "zip_meta"):
+        if entry.get(key): entry[key]["basename"] = prefix + entry[key]["basename"]
+      if not _inside(name := entry["raw_data"]["basename"]): raise FormatError(f"{roots[0].where}: a shard may not be named {name!r}")
+      texts.setdefault(name, json.dumps(entry))
   with tempfile.NamedTemporaryFile() as f:
     f.write(('{"version": 2, "shards": [' + ", ".join(texts.values()) + "]}").encode())
     f.flush()
