@@ -576,14 +576,14 @@ def bounded(threads:int) -> int:
   """As many threads as leave descriptors for others."""
   return max(1, min(threads, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8))
 
-def open_shards(wants:list[tuple[Store, int, np.ndarray|None]], urgent:bool=False, threads:int=64) -> list[Shard]:
+def open_shards(wants:list[tuple[Store, int, np.ndarray|None]], urgent:bool=False) -> list[Shard]:
   """Map many shards at once, those that are not on this disk fetched in parallel: (store, shard, rows) with the rows wanted, int64[n], where a
   part of the shard will do, None for the whole. A part must not be kept for other rows; `urgent` as for Store.part()."""
   def one(want, map=map) -> Shard:  # noqa: A002
     store, shard, rows = want
     return rows is not None and store.part(shard, rows, urgent, map) or store.open(shard)
   if len(wants) == 1 or all(store.has(shard) for store, shard, _ in wants): return [one(want) for want in wants]
-  threads = bounded(threads)
+  threads = bounded(64)
   with Pool(threads, "streaming-open") as shards, Pool(threads, "streaming-range") as ranges:
     return shards.run(lambda w: one(w, ranges.run), wants)
 

@@ -10,14 +10,15 @@ def save_checkpoint(path:str, tensors:dict[str, Any], **states:Any):
   """
   from tinygrad import dtypes
   from tinygrad.nn.state import inverse_safe_dtypes
-  header:dict[str, Any] = {"__metadata__": {k: json.dumps(v.state_dict() if hasattr(v, "state_dict") else v) for k, v in states.items()}}
+  metadata = {k: json.dumps(v.state_dict() if hasattr(v, "state_dict") else v) for k, v in states.items()}
+  header:dict[str, Any] = {"__metadata__": metadata} if states else {}
   at, plain = 0, {1: dtypes.uint8, 2: dtypes.uint16}  # memoryviews hold these in place of bfloat16, the float8s, and float16 before Python 3.12
   if "__metadata__" in tensors: raise ValueError("no tensor of a safetensors file can be named __metadata__")
   for k, t in tensors.items():
     if t.dtype not in inverse_safe_dtypes: raise ValueError(f"tensor {k!r} is {t.dtype}, which a safetensors file cannot hold")
     header[k] = {"dtype": inverse_safe_dtypes[t.dtype], "shape": list(t.shape), "data_offsets": [at, at + t.nbytes()]}
     at += t.nbytes()
-  text = json.dumps(header if states else {k: v for k, v in header.items() if k != "__metadata__"}, separators=(",", ":")).encode()
+  text = json.dumps(header, separators=(",", ":")).encode()
   text += b" " * (-len(text) % 8)
   path, tmp = os.fspath(path), f"{os.fspath(path)}.tmp"
   try:

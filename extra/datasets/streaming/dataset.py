@@ -101,7 +101,7 @@ class StreamingDataset:
     if on_bad_sample not in ("raise", "replace"): raise ValueError(f"on_bad_sample={on_bad_sample!r} is neither 'raise' nor 'replace'")
     self.decode, self.allow_unsafe_types = bool(decode), bool(allow_unsafe_types)
     self.on_bad_sample, self.max_bad, self.provenance = on_bad_sample, float(max_bad), bool(provenance)
-    self.shuffle_seed, self.num_canonical_nodes, self.batching_method = shuffle_seed, num_canonical_nodes, batching_method
+    self.shuffle_seed, self.num_canonical_nodes = shuffle_seed, num_canonical_nodes
     self._order = {"shuffle": bool(shuffle), "algo": shuffle_algo, "block": shuffle_block_size, "epoch_size": epoch_size,
                    "sampling_method": sampling_method, "sampling_granularity": sampling_granularity, "batching_method": batching_method,
                    "on_exhausted": on_exhausted}
