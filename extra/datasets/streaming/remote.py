@@ -41,14 +41,6 @@ def _retry_after(value:str|None) -> float:
   try: return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
   except ValueError: return 0.0
 
-class _Pace:
-  """Raises _Again when fewer than SLOW bytes a second came over `timeout` seconds."""
-  def __init__(self, timeout:float): self.timeout, self.start, self.got = timeout, time.monotonic(), 0
-  def __call__(self, n:int):
-    self.got += n
-    if self.got >= SLOW * self.timeout: self.start, self.got = time.monotonic(), 0
-    elif time.monotonic() - self.start > self.timeout: raise _Again(f"stalled: {self.got} bytes in {self.timeout:g} s", pressed=True)
-
 _mine = threading.local()      # this thread's session, its Stop and, where it has one, its connections
 
 @functools.cache
@@ -171,13 +163,14 @@ class Remote:
 
   def _once(self, name:str, sink:Callable[[bytes], Any], size:int|None, span:tuple[int, int, int]|None):
     """One attempt to hand all bytes of a file, or the `span` of it (start, stop, size of the file), to sink; `size` is how many must come."""
-    pace, got, stop = _Pace(self.timeout), 0, Stop.here()
+    got, since, before, stop = 0, time.monotonic(), 0, Stop.here()  # the pace is taken over the bytes `before` and the time `since` then
     with contextlib.closing({"file": self._file, "http": self._http, "fsspec": self._fsspec}[self.kind](name, size, span)) as chunks:
       for chunk in chunks:
         got += len(chunk)
         if size is not None and got > size: break
         sink(chunk)
-        pace(len(chunk))
+        if got - before >= SLOW * self.timeout: since, before = time.monotonic(), got
+        elif time.monotonic() - since > self.timeout: raise _Again(f"stalled: {got - before} bytes in {self.timeout:g} s", pressed=True)
         if stop is not None and stop.event.is_set(): raise Cancelled(f"GET {self.at(name)}: stopped")
     if size is not None and got != size: raise _Again(f"{'more than ' if got > size else ''}{min(got, size)} bytes where {size} are expected")
 
