@@ -110,7 +110,8 @@ class Order:
     count = np.asarray(count, np.int64)
     if count.max(initial=0) >= 1 << 30: raise ValueError(f"a piece has {count.max()} samples, the most is 2**30 - 1")
     self.seed, self.count, self.ident, self.run, self.length = seed, count, key, hash64(seed, epoch), int(count.sum())
-    self.cuts = np.append(0, np.cumsum(lane_length(self.length, lanes, unit)))
+    self.sizes = lane_length(self.length, lanes, unit)
+    self.cuts = np.append(0, np.cumsum(self.sizes))  # lane c is cuts[c]:cuts[c+1] of the line
     streams = np.zeros(len(count), np.int32) if stream is None else stream
     copies = np.zeros(len(count), np.int32) if copy is None else copy
 
@@ -193,7 +194,7 @@ class Order:
   def reach(self) -> tuple[np.ndarray, np.ndarray]:
     """The positions between which the samples of each piece lie, (first, last + 1), int64[P] each; 0, 0 for a piece without samples."""
     lane = np.repeat(np.arange(self.lanes), np.diff(self.ends))
-    lo, size = self.cuts[lane], (self.cuts[1:] - self.cuts[:-1])[lane]
+    lo, size = self.cuts[lane], self.sizes[lane]
     a, z = self.off[:-1] - lo, self.off[1:] - lo
     if self.algo == "naive": a, z = 0 * a, size
     elif self.algo in ("py1b", "py1br"): a, z = self._blocks(lane, a)[0], self._blocks(lane, z - 1)[1]
@@ -212,7 +213,7 @@ class Order:
 
   def _pointwise(self, lane:int, start:int) -> tuple[int, np.ndarray, np.ndarray]:
     """(start, piece and sample at the entries of a lane from start on)."""
-    lo, size = int(self.cuts[lane]), int(self.cuts[lane + 1] - self.cuts[lane])
+    lo, size = int(self.cuts[lane]), int(self.sizes[lane])
     q = np.arange(start, min(start + self.cell, size))
     if self.algo == "naive": q = permute(q, size, hash64(self.run, "lane", lane))
     if self.algo in ("py1b", "py1br"):
@@ -251,7 +252,7 @@ class Order:
       shift = hash64(self.run, "stagger", np.atleast_1d(lane)) % U64(self.block)
       jitter = (hash64(self.run, "edge", np.atleast_1d(lane), number) >> U64(32)) * U64(self.block // 8 * 2 + 1) >> U64(32)
       edge = edge - shift.astype(np.int64) + jitter.astype(np.int64) - self.block // 8
-    return np.clip(edge, 0, (self.cuts[1:] - self.cuts[:-1])[lane])
+    return np.clip(edge, 0, self.sizes[lane])
 
   def _blocks(self, lane:np.ndarray, entry:np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """[start, stop) of the blocks around entries of lanes."""
@@ -265,7 +266,7 @@ class Order:
     """(first entry, piece and sample at the entries from there on) of the cell of the grid that holds an entry of a lane."""
     width, end = 4 * self.cell, int(self.start[lane]) + int(self.have[lane])
     c = self.number[lane] + 1 if entry == end else 4 * entry // width
-    low, high = 0, int(4 * (self.cuts[lane + 1] - self.cuts[lane]) - 1) // width
+    low, high = 0, int(4 * self.sizes[lane] - 1) // width
     while True:
       c = min(max(c, low), high)
       start, stop, fill = self._probe(lane, c * width, (c + 1) * width)
@@ -313,7 +314,7 @@ class Order:
   def _windows(self, lane:np.ndarray, lo:np.ndarray, size:np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The entries between which each part's samples lie: from those before its window to those before its end, both at cuts on the grid."""
     every = max(1, self.block // 4, 2 * self.length // max(1, len(lane)))
-    base = np.append(0, np.cumsum(4 * np.diff(self.cuts) // every + 2))  # where each lane's cuts begin
+    base = np.append(0, np.cumsum(4 * self.sizes // every + 2))  # where each lane's cuts begin
     rank, inside = np.zeros((2, base[-1]), np.int64)  # at each cut, samples of parts that end there or before, and of parts it goes through
     first, last = np.empty((2, len(lane)), np.int64)
     for a in range(0, len(lane), 1 << 14):
