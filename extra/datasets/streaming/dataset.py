@@ -266,7 +266,7 @@ class StreamingDataset:
         for j, v in zip(at.tolist(), s.values(rows[at], name, self.decode, self.allow_unsafe_types)): values[j] = v
       try: return values if enc.dtype is None else np.asarray(values, enc.dtype)
       except OverflowError as e: raise FormatError(f"{shards[0].where}: column {name!r}: {e}") from None
-    if enc.dtype is None or enc.shape is None or not enc.size: return Ragged(name, enc, shards, which, rows)
+    if not enc.size: return Ragged(name, enc, shards, which, rows)
     address, _ = locate(shards, which, rows, name)
     shape = (len(rows), *enc.shape)
     if new is None: return copy_rows(address, enc.size).view(enc.dtype).reshape(shape)

@@ -639,7 +639,7 @@ def stored(shard:Shard, column:str, rows:np.ndarray, want:str) -> Any:
   if shard.schema.format != "mds" or have != want: return shard.values(rows, column)
   e = encoding(have, allow_unsafe_types=True)
   if e.size and (fixed := shard.fixed(column)) is not None:
-    return np.ascontiguousarray(fixed[rows]).view(e.dtype).reshape(len(rows), *(e.shape or ()))
+    return np.ascontiguousarray(fixed[rows]).view(e.dtype).reshape(len(rows), *e.shape)
   starts, stops = shard.spans(rows, column)
   return [shard.data[i:j].tobytes() for i, j in zip(starts.tolist(), stops.tolist())]
 
