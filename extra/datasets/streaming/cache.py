@@ -216,20 +216,7 @@ class Folder:
         coming = sum(int(r["bytes"][r["stamp"] == 0].sum()) for r in rows.values())
         short = max(short, need + coming + int(limit[1] * disk.f_blocks * disk.f_frsize) - free)
       if full: short = max(1, need - free)
-      if short > 0:
-        there = {t: np.flatnonzero(r["bytes"]) for t, r in rows.items()}
-        far = np.concatenate([self.distance(t, len(r))[there[t]] for t, r in rows.items()])
-        used = np.concatenate([r["used"][there[t]] for t, r in rows.items()])
-        name, number = np.repeat(list(there), [len(i) for i in there.values()]), np.concatenate(list(there.values()))
-        for k in np.lexsort((used, -far)).tolist():
-          if short <= 0 or (before is not None and far[k] <= before): break
-          t, i = str(name[k]), int(number[k])
-          with self.lock(f"{t}.{i}", wait=False) as mine, self.lock(f"{t}.{i}.part", wait=False) as part:
-            if not (mine and part): busy = busy or f"{t}.{i}{'.part' if mine else ''}"
-            else:
-              short, evicted = short - int(rows[t]["bytes"][i]), evicted + 1
-              remove(*self.files(t, i))
-              self.row(t, i, 0, 0, 0)
+      if short > 0: short, evicted, busy = self._evict(rows, short, before)
       if short <= 0:
         if shard is not None: self.row(table, shard, need, 0, time.time_ns())
         return evicted
@@ -238,6 +225,24 @@ class Folder:
     what = self.root if shard is None else self.files(table, shard)[0]
     raise OSError(errno.ENOSPC, f"{what}: needs {need} bytes, {free} are free on the disk and nothing is left to evict"
                   + (f" (cache_limit {limit[0]} bytes)" if limit[0] != NEVER else ""))
+
+  def _evict(self, rows:dict[str, np.ndarray], short:int, before:int|None) -> tuple[int, int, str|None]:
+    """Evict shards of the tables until `short` bytes are gained: (what is still missing, shards evicted, the lock of one that was held)."""
+    evicted, busy = 0, None
+    there = {t: np.flatnonzero(r["bytes"]) for t, r in rows.items()}
+    far = np.concatenate([self.distance(t, len(r))[there[t]] for t, r in rows.items()])
+    used = np.concatenate([r["used"][there[t]] for t, r in rows.items()])
+    name, number = np.repeat(list(there), [len(i) for i in there.values()]), np.concatenate(list(there.values()))
+    for k in np.lexsort((used, -far)).tolist():
+      if short <= 0 or (before is not None and far[k] <= before): break
+      t, i = str(name[k]), int(number[k])
+      with self.lock(f"{t}.{i}", wait=False) as mine, self.lock(f"{t}.{i}.part", wait=False) as part:
+        if not (mine and part): busy = busy or f"{t}.{i}{'.part' if mine else ''}"
+        else:
+          short, evicted = short - int(rows[t]["bytes"][i]), evicted + 1
+          remove(*self.files(t, i))
+          self.row(t, i, 0, 0, 0)
+    return short, evicted, busy
 
 def coalesce(start:np.ndarray, stop:np.ndarray) -> list[tuple[int, int]]:
   """Join the byte ranges [start, stop), sorted, over the smallest gaps, as long as the gaps add at most a quarter. Gives (first, last) numbers."""
