@@ -514,7 +514,7 @@ class Store:
   def _rows(self, path:str, shard:int, file:File, rows:np.ndarray, map) -> bool:  # noqa: A002
     """Bring rows into the sparse file at `path`; under the lock of the part. Beside it is a checksum for each row that is present, 0 for the others;
     a row that does not have it is fetched again."""
-    n, sizes, spans = int(self.index.samples[shard]), self.index.schemas[self.index.schema[shard]].sizes, []
+    n = int(self.index.samples[shard])
     with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+b") as f:
       def checksum(row:int) -> int:
         f.seek(off[row])
@@ -522,20 +522,9 @@ class Store:
       try: have = np.fromfile(path + ".rows", np.uint32)
       except FileNotFoundError: have = np.zeros(0, np.uint32)
       if fresh := len(have) != n or os.fstat(f.fileno()).st_size != file.size:
-        have = np.zeros(n, np.uint32)
-        f.truncate(0)
-        f.truncate(file.size)
-        if all(sizes):                                              # rows of one size: their places are known before the head is here
-          off = file.size - sum(sizes) * np.arange(n, -1, -1)
-          if off[0] < 4 * (n + 2): raise FormatError(f"{self.where}: {file.name} is too small for its rows")
-          spans.append((0, int(off[0])))
-        else:
-          head = self._range(file, 0, min(file.size, 4 * (n + 2) + 1024))
-          off = np.frombuffer(head, "<u4", n + 1, 4).astype(np.int64)
-          if len(head) < off[0] <= file.size: head += self._range(file, len(head), int(off[0]))
-          f.write(head)
+        have, (off, spans) = np.zeros(n, np.uint32), self._head(f, shard, file)
       else:
-        off = np.fromfile(path, "<u4", n + 1, offset=4).astype(np.int64)
+        off, spans = np.fromfile(path, "<u4", n + 1, offset=4).astype(np.int64), []
         for r in rows[have[rows] > 0].tolist():
           if checksum(r) != have[r]: have[r] = 0
       want = rows[have[rows] == 0]
@@ -551,6 +540,21 @@ class Store:
     have.tofile(path + ".new")
     os.replace(path + ".new", path + ".rows")
     return True
+
+  def _head(self, f, shard:int, file:File) -> tuple[np.ndarray, list[tuple[int, int]]]:
+    """Begin the sparse file of a shard: where its rows lie, int64[n+1], and the ranges of its head that are still to be fetched."""
+    n, sizes = int(self.index.samples[shard]), self.index.schemas[self.index.schema[shard]].sizes
+    f.truncate(0)
+    f.truncate(file.size)
+    if all(sizes):                                                  # rows of one size: their places are known before the head is here
+      off = file.size - sum(sizes) * np.arange(n, -1, -1)
+      if off[0] < 4 * (n + 2): raise FormatError(f"{self.where}: {file.name} is too small for its rows")
+      return off, [(0, int(off[0]))]
+    head = self._range(file, 0, min(file.size, 4 * (n + 2) + 1024))
+    off = np.frombuffer(head, "<u4", n + 1, 4).astype(np.int64)
+    if len(head) < off[0] <= file.size: head += self._range(file, len(head), int(off[0]))
+    f.write(head)
+    return off, []
 
   def _range(self, file:File, start:int, stop:int) -> bytes:
     data = self.remote.read_range(self.prefix + file.name, start, stop, file.size)
