@@ -610,8 +610,7 @@ class Fetcher:
     self.width, self.active, self.hold, self.base = max(1, self.most // 2), 0, 0, 0.0
     self.asking:object|None = None                                  # under a limit one at a time asks for room, so that the nearest gets it
     self._window()
-    self.threads = [threading.Thread(target=self._run, name=f"streaming-fetch-{i}", daemon=True) for i in range(self.most)]
-    for t in self.threads: t.start()
+    for i in range(self.most): threading.Thread(target=self._run, name=f"streaming-fetch-{i}", daemon=True).start()
 
   def feed(self, store:np.ndarray, shard:np.ndarray, lo:np.ndarray, hi:np.ndarray, count:np.ndarray|None=None, position:int|None=None) -> None:
     """The pieces to come, int64[n] each: number of the store, shard, and the positions [lo, hi) between which it is used, counted on from one epoch
