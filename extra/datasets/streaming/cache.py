@@ -22,6 +22,7 @@ META, DEBUG = ".streaming", int(os.getenv("DEBUG", "0") or 0)
 # bytes on disk, those on their way included; a stamp of the verified files (negative: only the size was checked); when it was last asked for
 ROW = np.dtype([("bytes", "<i8"), ("stamp", "<i8"), ("used", "<i8")])
 NEVER = np.iinfo(np.int64).max
+AHEAD, SHARDS = 1 << 29, 64      # bytes and shards that a Fetcher goes ahead of what is in use
 UNLIMITED = (NEVER, 0.0)
 
 class Busy(Exception):
@@ -601,7 +602,7 @@ class Fetcher:
 
   What is in use at the position comes first, then at most `ahead` bytes and `shards` shards of what follows. The number of fetches at once grows
   while that gains throughput, to `threads` at most, and is halved when a server says that it is too much."""
-  def __init__(self, stores:list[Store], threads:int=16, ahead:int=1 << 29, shards:int=64):
+  def __init__(self, stores:list[Store], threads:int=16, ahead:int=AHEAD, shards:int=SHARDS):
     self.stores, self.ahead, self.shards, self.position, self.next = stores, ahead, shards, 0, 0
     self.change, self.stop, self.runs, self.full = threading.Condition(), Stop(), contextlib.ExitStack(), False
     self.store = self.shard = self.lo = self.hi = np.zeros(0, np.int64)

@@ -7,10 +7,10 @@ were waited for; `shuffle`, the variance of the shards in a batch as a share of 
 The order is the loader's own, and without a cache limit so are the shards and bytes. Time is a model: each machine by itself, with a link of a fixed
 bandwidth that carries one shard after the other in the order of use, and steps of a fixed length. A real loader takes some tenths of a second more to
 start. With a limit it reads ahead by threads that compete for room: it fetches more, and wants a cache a tenth or more above the smallest here."""
-import argparse, html, inspect, itertools, math, sys
+import argparse, html, itertools, math, sys
 from typing import Any, Callable, NamedTuple
 import numpy as np
-from .cache import NEVER, Fetcher, parse_limit
+from .cache import AHEAD, NEVER, SHARDS, parse_limit
 from .info import human, order, read_index
 from .loader import pieces
 from .mix import Mix, whole
@@ -18,7 +18,6 @@ from .partition import batches
 from .remote import Remote
 
 COLD = 1                # batches for which a loader fetches only the rows that it needs, where it can
-AHEAD = {k: v.default for k, v in inspect.signature(Fetcher).parameters.items()}
 HEAD = 1024             # bytes of a shard's head, without 4 a sample
 CHUNK = 1 << 20         # positions that are worked out at a time
 EXACT = 1 / 64          # how near the smallest cache is searched for, as a share of it
@@ -146,7 +145,7 @@ def run(u:Uses, data:Data, step:float, bandwidth:float, limit:int=NEVER, ranks:i
         continue
       q += int(missing[0])
       x, late = u.shard[q], q < end   # late: no batch waited for it
-      if np.count_nonzero(coming) >= AHEAD["shards"] * ranks or ahead + data.raw[x] > AHEAD["ahead"] * ranks: break
+      if np.count_nonzero(coming) >= SHARDS * ranks or ahead + data.raw[x] > AHEAD * ranks: break
       if not fetch(q, B - b if lru else q): break
       key[x], coming[x] = (after[q] if late else 0 if lru else q), not late
       if not late: ahead += int(data.raw[x])
