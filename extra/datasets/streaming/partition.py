@@ -62,9 +62,8 @@ def _slurm(env:Mapping[str, str]) -> World:
 @lru_cache(maxsize=16)
 def lane_order(C:int) -> np.ndarray:
   """The lanes in bit-reversed order, int64[C]: any stretch of it is spread evenly over 0..C-1."""
-  bits = (C - 1).bit_length()
-  out = np.zeros(1 << bits, np.int64)
-  for b in range(bits): out |= (np.arange(1 << bits) >> b & 1) << (bits - 1 - b)
+  out = np.zeros(1, np.int64)
+  while len(out) < C: out = np.concatenate([2 * out, 2 * out + 1])
   out = out[out < C]
   out.flags.writeable = False
   return out
