@@ -254,7 +254,7 @@ def coalesce(start:np.ndarray, stop:np.ndarray) -> list[tuple[int, int]]:
   edges = np.flatnonzero(cut)
   return list(zip([0, *(edges + 1).tolist()], [*edges.tolist(), len(start) - 1]))
 
-class lazy:  # noqa: N801
+class lazy:
   """functools.cached_property, whose lock before Python 3.12 is one for all instances and would make datasets wait for each other's index."""
   def __init__(self, fn:Callable): self.fn = fn
   def __get__(self, obj:Any, owner:type) -> Any:

@@ -320,7 +320,7 @@ class Summary:
   out:Out
   rows:dict[str, int]        # by split
   shards:int
-  bytes:int                  # of the raw shards  # noqa: A003
+  bytes:int                  # of the raw shards
   skipped:int
   seconds:float
 

@@ -64,7 +64,7 @@ class Ring:
 class Tally:
   """A process's row of the board. What one before it has left there stays counted."""
   def __init__(self, row:np.ndarray): self.row, self.before = row, row.copy()
-  def set(self, now:list[int]): self.row[:len(now)] = self.before[:len(now)] + now  # noqa: A003
+  def set(self, now:list[int]): self.row[:len(now)] = self.before[:len(now)] + now
 
 def board(mem:np.ndarray) -> np.ndarray: return mem.view(np.int64)[:len(mem) // 8 // COUNTS * COUNTS].reshape(-1, COUNTS)
 

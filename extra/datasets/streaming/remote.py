@@ -80,7 +80,7 @@ class Stop:
     """Bind this thread to it."""
     _mine.stop, _mine.connections = self, []
     self.threads[threading.current_thread()] = _mine.connections
-  def set(self):  # noqa: A003
+  def set(self):
     self.event.set()
     for event in list(self.wakes): event.set()
     for connections in list(self.threads.values()):
@@ -328,7 +328,7 @@ class Remote:
       if e.status != 404: raise
       return False
 
-  def list(self, prefix:str="") -> list[tuple[str, int]]:  # noqa: A003
+  def list(self, prefix:str="") -> list[tuple[str, int]]:
     """(name, bytes) of every file whose name starts with `prefix`, a folder, in the order of the names."""
     if self.kind == "http": raise RemoteError(f"{self.where}: files on an HTTP server cannot be listed; give their names")
     if self.kind == "fsspec":
