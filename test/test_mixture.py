@@ -1,7 +1,7 @@
 import contextlib, io, itertools, json, os, pickle, threading, unittest, urllib.request
 from unittest import mock
 import numpy as np
-from extra.datasets.streaming import Stream, StreamingDataLoader, StreamingDataset, World
+from extra.datasets.streaming import MDSWriter, Stream, StreamingDataLoader, StreamingDataset, World
 from extra.datasets.streaming.loader import UserError
 from helpers import TempDirTestCase, write_rows
 from servers import Server
@@ -113,6 +113,19 @@ class TestMixture(MixtureTestCase):
     with Server(self.path("many")) as a, Server(self.path("two")) as b:
       with self.assertRaisesRegex(ValueError, self.path("cache")):
         StreamingDataset(streams=[Stream(a.url, self.path("cache")), Stream(b.url, self.path("cache"))])
+
+  def test_streams_of_two_layouts(self):
+    want = []
+    for name, columns in (("a", {"t": "str", "n": "int64"}), ("b", {"n": "int64", "m": "bytes", "t": "str"})):
+      rows = [{"t": f"{name}{i}" * (i % 5), "n": i, "m": b"x" * (i % 7)} for i in range(40)]
+      with MDSWriter(self.path(name), columns, size_limit=400) as w:
+        for r in rows: w.write({n: r[n] for n in columns})
+      want += [{"t": r["t"], "n": r["n"]} for r in rows]
+    ds = StreamingDataset(streams=[Stream(self.path(n)) for n in "ab"], columns=["t", "n"])
+    ids = np.random.default_rng(0).permutation(80).tolist()
+    got = ds.gather(ids)
+    self.assertEqual([{"t": t, "n": n} for t, n in zip(got["t"], got["n"].tolist())], [want[i] for i in ids])
+    self.assertEqual([dict(ds[i]) for i in ids], [want[i] for i in ids])
 
 class TestBadSamples(MixtureTestCase):
   def test_replaced(self):

@@ -198,39 +198,35 @@ class Folder:
         np.minimum.at(out, shard[live], np.maximum(lo[live] - position, 0))
     return out
 
-  def reserve(self, table:str, shard:int|None, need:int, limit:tuple[int, float], before:int|None=None, full:bool=False) -> int:
+  def reserve(self, table:str, shard:int|None, need:int, limit:tuple[int, float], evicted:Callable[[], Any], before:int|None=None, full:bool=False):
     """
     Make room for `need` bytes of a shard (None: only see to the limit), evicting what is used farthest from now, then what was used least recently,
     and note them as on their way. With `before` only shards that are farther from use than that may go. `full`: the disk turned out to be full.
-    Returns the shards evicted. Raises NoRoom (with `before`), Busy, or OSError with the numbers.
+    Calls evicted() for each that goes. Raises NoRoom (with `before`), Busy, or OSError with the numbers.
     """
     if limit == UNLIMITED and not full:
-      self.row(table, shard, need, 0, 0)
-      return 0
+      return self.row(table, shard, need, 0, 0)
     with self.mutex():
       if shard is not None: self.row(table, shard, 0, 0, 0)
       rows = {t: np.fromfile(self._path(t), ROW) for t in self._tables() if self.index(t) is not None}
       disk = os.statvfs(self.root)
       free, total = disk.f_bavail * disk.f_frsize, sum(int(r["bytes"].sum()) for r in rows.values())
-      short, evicted, busy = total + need - limit[0], 0, None
+      short, busy = total + need - limit[0], None
       if limit[1]:                                                  # what is on its way may not be on the disk yet
         coming = sum(int(r["bytes"][r["stamp"] == 0].sum()) for r in rows.values())
         short = max(short, need + coming + int(limit[1] * disk.f_blocks * disk.f_frsize) - free)
       if full: short = max(1, need - free)
-      if short > 0: short, evicted, busy = self._evict(rows, short, before)
-      if short <= 0:
-        if shard is not None: self.row(table, shard, need, 0, time.time_ns())
-        return evicted
+      if short > 0: short, busy = self._evict(rows, short, evicted, before)
+      if short <= 0: return shard is not None and self.row(table, shard, need, 0, time.time_ns())
     if before is not None: raise NoRoom
     if busy is not None: raise Busy(busy)
     what = self.root if shard is None else self.files(table, shard)[0]
     raise OSError(errno.ENOSPC, f"{what}: needs {need} bytes, {free} are free on the disk and nothing is left to evict"
                   + (f" (cache_limit {limit[0]} bytes)" if limit[0] != NEVER else ""))
 
-  def _evict(self, rows:dict[str, np.ndarray], short:int, before:int|None) -> tuple[int, int, str|None]:
-    """Evict shards of the tables until `short` bytes are gained: (what is still missing, shards evicted, the lock of one that was held)."""
-    evicted, busy = 0, None
-    there = {t: np.flatnonzero(r["bytes"]) for t, r in rows.items()}
+  def _evict(self, rows:dict[str, np.ndarray], short:int, evicted:Callable[[], Any], before:int|None) -> tuple[int, str|None]:
+    """Evict shards of the tables until `short` bytes are gained: (what is still missing, the lock of one that was held)."""
+    busy, there = None, {t: np.flatnonzero(r["bytes"]) for t, r in rows.items()}
     far = np.concatenate([self.distance(t, len(r))[there[t]] for t, r in rows.items()])
     used = np.concatenate([r["used"][there[t]] for t, r in rows.items()])
     name, number = np.repeat(list(there), [len(i) for i in there.values()]), np.concatenate(list(there.values()))
@@ -240,10 +236,11 @@ class Folder:
       with self.lock(f"{t}.{i}", wait=False) as mine, self.lock(f"{t}.{i}.part", wait=False) as part:
         if not (mine and part): busy = busy or f"{t}.{i}{'.part' if mine else ''}"
         else:
-          short, evicted = short - int(rows[t]["bytes"][i]), evicted + 1
+          short -= int(rows[t]["bytes"][i])
           remove(*self.files(t, i))
           self.row(t, i, 0, 0, 0)
-    return short, evicted, busy
+          evicted()
+    return short, busy
 
 def coalesce(start:np.ndarray, stop:np.ndarray) -> list[tuple[int, int]]:
   """Join the byte ranges [start, stop), sorted, over the smallest gaps, as long as the gaps add at most a quarter. Gives (first, last) numbers."""
@@ -287,7 +284,7 @@ class Store:
       most = min(self.limit[0], int(disk.f_blocks * disk.f_frsize * (1 - self.limit[1])))
       if most < largest: raise ValueError(f"{self.where}: cache_limit leaves {most} bytes for {self.root}, its largest shard takes {largest}: "
                                           f"the smallest limit that works is {largest}")
-      with contextlib.suppress(Busy, OSError): self._add(evicted=self.folder.reserve(self.table, None, 0, self.limit))   # for what it found
+      with contextlib.suppress(Busy, OSError): self.folder.reserve(self.table, None, 0, self.limit, self._evicted)   # for what it found
 
   def _init(self): self._count, self._counts = threading.Lock(), dict.fromkeys(("fetched_bytes", "fetched_shards", "hits", "evicted"), 0)
   def __repr__(self) -> str: return f"Store({self.where!r}{'' if self.place else f', {self.root!r}'})"
@@ -298,6 +295,7 @@ class Store:
   def _add(self, **n:int):
     with self._count:
       for k, v in n.items(): self._counts[k] += v
+  def _evicted(self): self._add(evicted=1)
   def stats(self) -> dict[str, int]:
     """Counts of this process: fetched_bytes, fetched_shards, hits (shards asked for and found on this disk), evicted."""
     with self._count: return dict(self._counts)
@@ -398,7 +396,7 @@ class Store:
         if need + part > self.limit[0]: self.folder.drop(self.table, shard)
         else: need += part
         for _ in range(8):
-          self._add(evicted=self.folder.reserve(self.table, shard, need, self.limit, before, full))
+          self.folder.reserve(self.table, shard, need, self.limit, self._evicted, before, full)
           placed()
           try:
             for i, file in enumerate(raw): self._fetch(shard, file, zipped[i] if zipped else None, compression)
@@ -533,7 +531,8 @@ class Store:
       runs = coalesce(off[want], off[want + 1]) if len(want) else []
       spans += [(int(off[want[a]]), int(off[want[b] + 1])) for a, b in runs]
       if not spans: return True
-      self._add(evicted=self.folder.reserve(self.table, shard, self.folder.row(self.table, shard)[0] + sum(b - a for a, b in spans), self.limit))
+      more = sum(b - a for a, b in spans)
+      self.folder.reserve(self.table, shard, self.folder.row(self.table, shard)[0] + more, self.limit, self._evicted)
       self._fill(f, file, spans, map)
       if fresh: self._map(shard, (path,))                           # checks the head
       for a, b in runs:

@@ -408,7 +408,7 @@ def convert(source:Any, out:Out, *, kind:str|None=None, columns:dict[str, str]|N
   in `out`, written before or now, with the source. `dry_run` only estimates. More options are those of sources.Options.
   Raises ConvertError for a row that does not fit, naming file, row, column and value; with `skip_bad` such rows are listed in skipped.jsonl."""
   start, opt = time.perf_counter(), Options(**options)
-  out = (os.fspath(out[0]), os.fspath(out[1])) if isinstance(out, (tuple, list)) else os.path.expanduser(os.fspath(out))
+  out = (os.path.expanduser(os.fspath(out[0])), os.fspath(out[1])) if isinstance(out, (tuple, list)) else os.path.expanduser(os.fspath(out))
   if isinstance(source, (str, os.PathLike)): source = os.path.expanduser(os.fspath(source))
   if not 0 <= val < 1: raise ConvertError(f"val={val}: give a share of the rows, from 0 to under 1")
   kind, p = sources.plan(source, kind, opt)
