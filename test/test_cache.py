@@ -81,6 +81,12 @@ class TestPlaces(CacheCase):
     self.store()
     with self.assertRaisesRegex(ValueError, f"{self.path('c')} is a cache of {self.server.url}, not of {self.path('r')}"):
       Store(self.path("r"), self.path("c"))
+  def test_a_wrong_remote_leaves_the_folder_free(self):
+    for wrong in (self.server.url + "/none", "http://127.0.0.1:9", self.path("none")):
+      with self.assertRaises(RemoteError): Store(wrong, self.path("c"), retry=0)
+    self.check(self.store(), 0)
+    self.check(Store(self.server.url + "/", self.path("c")), 0)
+    with self.assertRaisesRegex(ValueError, "is a cache of"): Store(self.server.url + "/none", self.path("c"))
   def test_credentials_may_change(self):
     self.check(Store(self.server.url.replace("//", "//a:b@") + "?sig=1", self.path("c")), 0)
     self.check(s := Store(self.server.url + "?sig=2", self.path("c")), 0)
@@ -633,7 +639,11 @@ class TestPart(CacheCase):
       self.assertFalse(shard.sample(rows[0])["x"].flags.writeable)
       return shard.partial
     self.assertTrue(early([3, 77, 199]))
-    self.assertEqual((self.server.sent, self.shard_hits()), (3 * 2008, {"shard.00001.mds": 3}))
+    head = self.size[1] - 200 * 2008                                # of one shard, to see that the remote is still the index's
+    self.assertEqual((self.server.sent, self.shard_hits()), (3 * 2008 + head, {"shard.00001.mds": 4}))
+    self.server.reset_counts()
+    self.assertTrue(early([3]))
+    self.assertEqual(self.server.sent, 2008)
     self.assertEqual((files(self.path("c")), os.listdir(self.path("c", ".streaming", "parts")), self.tmp()), ({}, [], []))
     for fault in (Fault(ranges=False), Fault(shift=8), Fault(status=404)):
       self.s.ranges = True
@@ -650,6 +660,16 @@ class TestPart(CacheCase):
     write(self.path("other"), shards=1, rows=100, size=2000)
     shutil.copy(self.path("other", "shard.00000.mds"), self.path("r", "shard.00002.mds"))
     with self.assertRaisesRegex(RemoteError, "shard.00002.mds"): open_shards([(self.s, 2, np.array([5]))], urgent=True)
+  def test_early_rows_of_another_layout(self):
+    for name, columns in (("one", {"a": "uint32", "b": "int64"}), ("two", {"a": "int64", "b": "uint32"})):
+      with MDSWriter(out=self.path(name), columns=columns, hashes=["sha1"]) as w:
+        w.write_batch({c: np.arange(1000).astype(dtype) for c, dtype in columns.items()})
+    one, two = (self.path(name, "shard.00000.mds") for name in ("one", "two"))
+    self.assertEqual(os.path.getsize(one), os.path.getsize(two))
+    with Server(self.path("one")) as server:
+      s = Store(server.url, self.path("c3"), retry=0)
+      os.replace(two, one)
+      with self.assertRaisesRegex(RemoteError, "sha1"): open_shards([(s, 0, np.array([5]))], urgent=True)
   def test_fetcher_leaves_thin_pieces_to_it(self):
     write(self.path("r", "z"), shards=1, rows=200, size=2000, compression="gz")
     f = Fetcher([self.s, z := self.store(split="z")])
@@ -673,6 +693,13 @@ class TestPart(CacheCase):
         out.append(self.ids(s.part(1, rows) or s.open(1), rows) == (200 + rows).tolist())
       queue.put((i, all(out)))
     self.assertEqual(in_processes(run), [True] * 4)
+  def test_rows_take_pages(self):
+    s = self.store(limit=self.size[0] + self.size[0] // 4)
+    for rows in np.random.default_rng(0).permutation(200)[:90].reshape(9, 10):
+      for k in range(3):
+        s.part(k, rows)
+        self.assertLessEqual(sum(s.folder.on_disk(s.table, i) for i in range(3)), s.limit[0])
+        self.assertEqual([s.folder.row(s.table, i)[0] for i in range(3)], [s.folder.on_disk(s.table, i) for i in range(3)])
   def test_counts_against_the_limit(self):
     s = self.store(limit=self.size[0] + self.size[0] // 4)
     for k in (0, 1): s.part(k, np.array([7, 9]))

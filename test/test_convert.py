@@ -1,4 +1,4 @@
-import contextlib, glob, gzip, hashlib, io, json, os, signal, struct, subprocess, sys, tempfile, time, unittest, zlib
+import contextlib, glob, gzip, hashlib, io, json, os, signal, struct, shutil, subprocess, sys, tempfile, time, unittest, zlib
 from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 import numpy as np
@@ -274,6 +274,27 @@ class TestAgain(ConvertCase):
       self.assertRegex(again.stderr, r"^going on: \d+ of \d+ parts are done\n$")
       self.assertEqual(tree(killed), tree(whole))
       if not extra: self.assertEqual(done() | first, done())      # what was done was not done again
+
+  def test_another_place_is_not_taken_for_the_first(self):
+    p, (a, b) = self.jsonl([{"a": i} for i in range(3000)] + [{"a": "x"}]), (f"file://{self.dir}/{name}" for name in "ab")
+    for first, then in (((self.out, a), (self.out, b)), (self.out, (self.out, b))):
+      with self.assertRaises(ConvertError): convert(p, first, part_size=10_000)
+      self.assertTrue(glob.glob(os.path.join(self.out, "0*", "index.json")))
+      with self.assertRaisesRegex(ConvertError, "begun otherwise .where it goes differ"): convert(p, then, part_size=10_000)
+      shutil.rmtree(self.out)
+
+  def test_the_first_pass_of_a_shuffle_is_kept_or_removed(self):
+    p = self.jsonl([{"a": i} for i in range(3000)] + [{"a": "x"}])
+    def heap() -> list[str]: return glob.glob(os.path.join(self.dir, "**", ".scatter-*", "*", "index.json"), recursive=True)
+    for scratch in (None, os.path.join(self.dir, "scratch")):
+      with self.assertRaises(ConvertError): convert(p, self.out, part_size=10_000, shuffle_seed=1, scratch=scratch)
+      self.assertTrue(done := heap())
+      with self.assertRaisesRegex(ConvertError, "begun otherwise .shuffle_seed differ"):
+        convert(p, self.out, part_size=10_000, shuffle_seed=2, scratch=scratch)
+      self.assertEqual(heap(), done)
+      convert(p, self.out, skip_bad=True, scratch=scratch, exist_ok=True)
+      self.assertEqual(heap(), [])
+      shutil.rmtree(self.out)
 
   def test_another_conversion_is_not_mixed_in(self):
     p = self.jsonl([{"a": 1}] * 2000 + [{"a": "x"}])

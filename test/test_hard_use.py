@@ -1,5 +1,5 @@
 """What a training run meets sooner or later: full pipes, odd results, interrupts at any moment, servers that die."""
-import contextlib, gc, json, os, re, resource, select, signal, subprocess, sys, threading, time, unittest, warnings
+import contextlib, gc, json, os, re, resource, select, shutil, signal, subprocess, sys, threading, time, unittest, warnings
 from unittest import mock
 import numpy as np
 from tinygrad import dtypes
@@ -20,6 +20,7 @@ def other_keys(sample, rng): return {"id": 1} if sample["id"] % 2 else {"id": 1,
 def moves(batch, rng):
   batch["_position"] += 1000
   return batch
+def cannot_divide(sample, rng): return 1 / 0
 def makes_mask(sample, rng): return {"mask": 1}
 
 class HardCase(TempDirTestCase):
@@ -68,7 +69,10 @@ class TestResults(HardCase):
   def test_integers_beyond_a_type(self):
     for n in (0, 1):
       ds = StreamingDataset(self.path("d")) if n else self.rows()
-      with self.assertRaisesRegex(ValueError, "column 'n' has integers"): list(self.loader(ds, num_workers=n, transform=large_ints))
+      with self.assertRaisesRegex(ValueError, "column 'n' has rows of different dtypes, int64 and uint64"):
+        list(self.loader(ds, num_workers=n, transform=large_ints))
+    with self.assertRaisesRegex(ValueError, "column 'x' has rows of different dtypes, float32 and uint8: make them equal"):
+      list(self.loader(StreamingDataset(self.path("d")), transform=lambda s, rng: {"x": s["x"] / np.float32(2) if s["id"] % 2 else s["x"]}))
   def test_columns_that_come_and_go(self):
     with self.assertRaisesRegex(UserError, "sample 1 the columns .'id'., and sample 0 .'id', 'z'."):
       list(self.loader(self.rows(), transform=other_keys))
@@ -242,6 +246,25 @@ class TestServers(HardCase):
         dl = loader(cache_limit=30000, shuffle_block_size=block // 2)
         for _ in dl: pass
       self.assertLess(dl.stats()["fetched_shards"], 3 * len(dl.ds.offsets))  # nearly 4000 with the whole window
+  def test_evicted_shards_are_unmapped(self):
+    self.rows(1000)
+    with Server(self.path("d"), lambda r: Fault(ranges=False)) as s:
+      def mapped() -> list[str]:
+        with open("/proc/self/maps") as f: return [x.strip() for x in f if self.path("c") in x]
+      ds = StreamingDataset(s.url, self.path("c"), shuffle=True, cache_limit=12000)
+      with self.loader(ds, 50, num_workers=2) as dl:
+        for n, _ in enumerate(dl):
+          if n: self.assertEqual(mapped(), [])    # the first batch was made here, and none after it is
+      ds.gather(range(1000))
+      self.assertLess(len(mapped()), 12000 // 2000 + 1)
+      self.assertEqual([x for x in mapped() if x.endswith("(deleted)")], [])
+  def test_what_limits(self):
+    dl = self.loader(self.rows())
+    dl._counts.elapsed = 11.0
+    dl._counts.spent(1.0, 0.1)  # for the workers to start, once
+    self.assertEqual(dl.stats()["limit"], "loop")
+    dl._counts.spent(1.0, 0.1)
+    self.assertNotEqual(dl.stats()["limit"], "loop")
   def test_stats_count_each_fetch_once(self):
     self.rows(1000)
     with Server(self.path("d")) as s:
@@ -286,6 +309,22 @@ class TestServers(HardCase):
       with mock.patch.object(loader, "Follower", broken), self.loader(ds, 50, num_workers=1, method="fork") as dl:
         with self.assertRaisesRegex(RuntimeError, "the process that fetches ahead [0-9]+ exited with code 1, .*, 3 times in a row"):
           while True: list(dl)
+  def test_what_a_failed_batch_fetched_counts(self):
+    self.rows(1000)
+    with Server(self.path("d")) as s:
+      for workers in (0, 1):
+        dl = self.loader(StreamingDataset(s.url, self.path(f"c{workers}")), 50, num_workers=workers, transform=cannot_divide)
+        s.reset_counts()
+        with self.assertRaises(UserError): next(iter(dl))
+        self.assertEqual(dl.stats()["fetched_bytes"], s.sent)
+  def test_the_cache_is_removed(self):
+    self.rows(1000)
+    with Server(self.path("d")) as s:
+      dl = self.loader(StreamingDataset(s.url, self.path("c")), 50)
+      next(iter(dl))
+      shutil.rmtree(self.path("c"))
+      dl.close()
+      self.assertEqual(len(list(self.loader(StreamingDataset(s.url, self.path("c")), 50))), 20)
   def test_a_dead_server_is_no_bad_sample(self):
     self.rows(1000)
     dead = threading.Event()
@@ -295,6 +334,11 @@ class TestServers(HardCase):
       with self.assertRaisesRegex(RemoteError, "503"): list(self.loader(ds, 50))
 
 class TestArguments(HardCase):
+  def test_a_dataset_with_its_own_getitem(self):
+    class Mine(StreamingDataset):
+      def __getitem__(self, i): return {"id": 1}
+    self.rows()
+    with self.assertRaisesRegex(TypeError, "would not call Mine.__getitem__: give what that does as transform="): self.loader(Mine(self.path("d")))
   def test_dataset(self):
     self.rows()
     for name, bad in (("download_retry", -1), ("download_retry", "2"), ("shuffle_block_size", "1k"), ("num_canonical_nodes", 1.5),

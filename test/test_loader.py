@@ -413,6 +413,16 @@ class TestErrors(LoaderTestCase):
     self.assertRegex(r.stderr, "\nZeroDivisionError")
     self.assertRegex(r.stderr.strip().splitlines()[-1], "RuntimeError: workers import .* exited with code 1, see its own error above: put what")
 
+  def test_a_loader_in_a_child(self):
+    code = ("import multiprocessing, sys\nfrom extra.datasets.streaming import StreamingDataLoader, StreamingDataset\n"
+            "def same(s, rng): return s\ndef rank(at, method):\n"
+            "  with StreamingDataLoader(StreamingDataset(at), 10, tensors=False, num_workers=1, transform=same, method=method) as dl:\n"
+            "    print(len(list(dl)), flush=True)\n"
+            "if __name__ == '__main__':\n  for method in ('spawn', 'forkserver'):\n"
+            "    p = multiprocessing.get_context('spawn').Process(target=rank, args=(sys.argv[1], method))\n    p.start()\n    p.join()")
+    r = run_script(code, self.path("d"))
+    self.assertEqual((r.stdout, r.stderr), ("10\n10\n", ""))
+
   def test_tensors_of_a_transform(self):
     class Tensor: pass
     Tensor.__module__ = "tinygrad.tensor"

@@ -108,6 +108,11 @@ class TestMixture(MixtureTestCase):
     dl = self.loader(ds)
     list(dl)
     self.assertEqual(dl.stats()["streams"], {"a": 500, "b": 1500})
+    path = self.path("many")
+    ds = StreamingDataset(streams=[Stream(path, proportion=w) for w in (1, 3)], shuffle=True)
+    dl = self.loader(ds)
+    list(dl)
+    self.assertEqual(dl.stats()["streams"], {path: 500, f"{path}#2": 1500})
 
   def test_two_remotes_in_one_folder(self):
     with Server(self.path("many")) as a, Server(self.path("two")) as b:

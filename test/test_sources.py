@@ -357,9 +357,10 @@ class TestKinds(ConvertCase):
       self.assertEqual(kind_of(f"s3://bucket/{name}"), kind)
     self.assertEqual(kind_of("package.module:function"), "rows")
     with self.assertRaisesRegex(ValueError, "its name does not tell what it is; say --kind"): kind_of(self.write("a.xyz", ""))
-    for name, why in (("flat/1.png", "from folders of their classes"), ("some/a.csv", None), ("some/b.npz", "say which, --kind csv or npz"),
-                      ("odd/a.xyz", "its name does not tell")):
-      folder = os.path.dirname(self.write(name, ""))
+    for name, why in (("flat/1.png", "from the folders of their classes"), ("some/a.csv", None), ("some/b.npz", "say which, --kind csv or npz"),
+                      ("odd/a.xyz", "its name does not tell"), ("read/me.md", None),
+                      ("read/c/a.png", "--kind images or text")):
+      folder = os.path.join(self.dir, os.path.relpath(self.write(name, ""), self.dir).split(os.sep)[0])
       if why: self.assertRaisesRegex(ValueError, why, kind_of, folder)
     os.mkdir(empty := os.path.join(self.dir, "empty"))
     with self.assertRaisesRegex(ValueError, "an empty folder"): kind_of(empty)

@@ -24,6 +24,7 @@ ROW = np.dtype([("bytes", "<i8"), ("stamp", "<i8"), ("used", "<i8")])
 NEVER = np.iinfo(np.int64).max
 AHEAD, SHARDS = 1 << 29, 64      # bytes and shards that a Fetcher goes ahead of what is in use
 UNLIMITED = (NEVER, 0.0)
+PAGE = 4096                    # bytes that a file system gives at a time
 
 class Busy(Exception):
   """There is no room until another fetch, whose lock is named, has ended."""
@@ -89,18 +90,24 @@ def remove(*paths:str):
 class Folder:
   """A cache folder of this machine, shared by all processes that use it."""
   def __init__(self, root:str, remote:str):
-    self.root, self.meta = root, os.path.join(root, META)
+    self.root, self.meta, self.remote = root, os.path.join(root, META), remote
     self.indexes:dict[str, Index] = {}                              # by the name of their table
     self.runs:dict[str, np.ndarray] = {}
     for name in ("locks", "tmp", "parts", "runs"): os.makedirs(os.path.join(self.meta, name), exist_ok=True)
-    with self.mutex():
-      path = os.path.join(self.meta, "remote")
-      if not os.path.exists(path):
-        with open(f"{path}.new", "w") as f: f.write(remote)
-        os.replace(f"{path}.new", path)
-      with open(path) as f: was = f.read()
-      if was != remote: raise ValueError(f"{root} is a cache of {was}, not of {remote}: give another local folder, or remove this one")
+    self.bind(False)
     self.sweep()
+
+  def bind(self, keep:bool=True):
+    """Refuse a folder that mirrors another remote; with `keep`, when there is something to keep, it mirrors this one from now on."""
+    with self.mutex():
+      path, was = os.path.join(self.meta, "remote"), self.remote
+      if os.path.exists(path):
+        with open(path) as f: was = f.read()
+      elif keep:
+        with open(f"{path}.new", "w") as f: f.write(was)
+        os.replace(f"{path}.new", path)
+    if was.rstrip("/") != self.remote.rstrip("/"):
+      raise ValueError(f"{self.root} is a cache of {was}, not of {self.remote}: give another local folder, or remove this one")
 
   def sweep(self):
     """Remove what dead processes left."""
@@ -286,9 +293,12 @@ class Store:
                                           f"the smallest limit that works is {largest}")
       with contextlib.suppress(Busy, OSError): self.folder.reserve(self.table, None, 0, self.limit, self._evicted)   # for what it found
 
-  def _init(self): self._count, self._counts = threading.Lock(), dict.fromkeys(("fetched_bytes", "fetched_shards", "hits", "evicted"), 0)
+  def _init(self):
+    self._count, self._counts = threading.Lock(), dict.fromkeys(("fetched_bytes", "fetched_shards", "hits", "evicted"), 0)
+    self._looked = False                                            # whether a head of a shard was seen to be the index's
   def __repr__(self) -> str: return f"Store({self.where!r}{'' if self.place else f', {self.root!r}'})"
-  def __getstate__(self) -> dict: return {k: v for k, v in self.__dict__.items() if k not in ("_count", "_counts", "index", "folder", "table")}
+  def __getstate__(self) -> dict:
+    return {k: v for k, v in self.__dict__.items() if k not in ("_count", "_counts", "_looked", "index", "folder", "table")}
   def __setstate__(self, state:dict):
     self.__dict__.update(state)
     self._init()
@@ -310,7 +320,9 @@ class Store:
     def kept() -> Index|None:
       for name in names:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError, FormatError), open(place + name, "rb") as f:
-          return Index.parse(f.read(), self.where)
+          index = Index.parse(f.read(), self.where)
+          if self.place is None: self.folder.bind()
+          return index
       return None
     if self.place is not None:
       if (index := kept()) is not None: return index
@@ -331,6 +343,7 @@ class Store:
           missing.append(e)
         else: break
       else: raise missing[0]
+      folder.bind()
       os.makedirs(os.path.dirname(place + name), exist_ok=True)
       os.replace(tmp, place + name)
       self._add(fetched_bytes=os.path.getsize(place + name))
@@ -497,17 +510,22 @@ class Store:
     return None
 
   def _early(self, shard:int, schema:Schema, file:File, rows:np.ndarray, map) -> Shard|None:  # noqa: A002
-    """Rows of one size in memory alone, with no more than a request for each: what a file for them takes, and the shard's head, comes to as much."""
-    n, size = int(self.index.samples[shard]), sum(schema.sizes)
+    """Rows of one size in memory alone, with no more than a request for each: what a file for them takes, and the shard's head, comes to as much.
+    The head of the first shard alone is looked at, as who writes a dataset anew under a cached index writes all of it."""
+    n, size, where = int(self.index.samples[shard]), sum(schema.sizes), f"{self.where}: shard {shard}"
     if (first := file.size - n * size) < 4 * (n + 2): return None
+    with self._count: look, self._looked = not self._looked, True
     try:
       data = np.frombuffer(mmap.mmap(-1, file.size, mmap.MAP_PRIVATE), np.uint8)  # takes memory where it is written to
       runs = [(first + int(rows[a]) * size, first + int(rows[b] + 1) * size) for a, b in coalesce(rows * size, (rows + 1) * size)]
+      if look: runs.append((0, first))
       for (a, b), got in zip(runs, map(lambda run: self._range(file, *run), runs)): data[a:b] = np.frombuffer(got, np.uint8)
       data.flags.writeable = False
-      return Shard.of_rows(data, schema, n, f"{self.where}: shard {shard}")
+      if not look: return Shard.of_rows(data, schema, n, where)
+      (whole := Shard((data,), schema, n, where)).partial = True
+      return whole
     except NoRanges: self.ranges = False
-    except OSError: pass
+    except (OSError, FormatError): pass                             # fetching the whole shard heals it, or tells why not
     return None
 
   def _rows(self, path:str, shard:int, file:File, rows:np.ndarray, map) -> bool:  # noqa: A002
@@ -531,7 +549,8 @@ class Store:
       runs = coalesce(off[want], off[want + 1]) if len(want) else []
       spans += [(int(off[want[a]]), int(off[want[b] + 1])) for a, b in runs]
       if not spans: return True
-      more = sum(b - a for a, b in spans)
+      # a row takes whole pages, as do the head and the file of checksums, twice while it is written
+      more = PAGE * sum((b - 1) // PAGE - a // PAGE + 1 for a, b in [*spans, (0, int(off[0])), (0, 4 * n), (0, 4 * n)])
       self.folder.reserve(self.table, shard, self.folder.row(self.table, shard)[0] + more, self.limit, self._evicted)
       self._fill(f, file, spans, map)
       if fresh: self._map(shard, (path,))                           # checks the head
@@ -539,6 +558,7 @@ class Store:
         for r in range(want[a], want[b] + 1): have[r] = checksum(r)
     have.tofile(path + ".new")
     os.replace(path + ".new", path + ".rows")
+    self.folder.row(self.table, shard, self.folder.on_disk(self.table, shard), 0, time.time_ns())
     return True
 
   def _head(self, f, shard:int, file:File) -> tuple[np.ndarray, list[tuple[int, int]]]:

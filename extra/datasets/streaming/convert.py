@@ -332,7 +332,7 @@ def clear(out:Out, also:str=r"\.keys"):
 
 def folders(out:Out, split:str, n:int) -> list[Out]: return [under(out, split)] if n == 1 else [under(out, split, f"{i:05}") for i in range(n)]
 
-NAMES = {"digest": "what is in the source", "source": "its name", "parts": "its parts"}
+NAMES = {"digest": "what is in the source", "to": "where it goes", "source": "its name", "parts": "its parts"}
 
 def prepare(out:Out, record:dict, splits:list[str], exist_ok:bool, verify:bool, heap:str) -> str:
   """Make sure that nothing of others is harmed in `out`. "ready" when it is whole and only to be verified, "begun" when parts that are there are to
@@ -340,14 +340,14 @@ def prepare(out:Out, record:dict, splits:list[str], exist_ok:bool, verify:bool, 
   old, ready, local = get(out, "convert.json"), all(index_of(under(out, split)) is not None for split in splits), local_of(out)
   was = {} if old is None else json.loads(old)
   other = sorted(k for k in record.keys() | was.keys() if record.get(k) != was.get(k))
-  if ready or other: shutil.rmtree(heap, ignore_errors=True)
-  if not other and (verify and ready and not exist_ok or not ready): return "ready" if ready else "begun"
+  if not other and (verify and ready and not exist_ok or not ready): return "ready" if ready else "begun"     # with the first pass of a shuffle
   if not exist_ok:
-    if was and other and (not local or any("index.json" in files for _, _, files in os.walk(local))):      # something of it is done
+    if was and other and (not local or any("index.json" in files for at in (local, heap) for _, _, files in os.walk(at))):    # some of it is done
       raise ConvertError(f"{show(out)} holds a conversion begun otherwise ({', '.join(NAMES.get(k, k) for k in other)} differ): "
                          "--exist-ok begins anew")
     if ready: raise FileExistsError(f"{show(out)} is a dataset already: --exist-ok makes it anew")
     if local and os.listdir(local) and not was: raise FileExistsError(f"{local} is not empty, and no conversion has begun it")
+  shutil.rmtree(heap, ignore_errors=True)
   for split in dict.fromkeys(("", *was.get("splits", ()), *splits)) if local else ():
     folder = os.path.join(local, split)     # type: ignore
     clear(folder, also := r"skipped\.jsonl")
@@ -381,7 +381,9 @@ def choose(inferred:dict[str, str], columns:dict[str, str], only:list[str]|None)
   chosen = {n: columns.get(n, e) for n, e in inferred.items() if only is None or n in only}
   for n, e in chosen.items():
     if e.startswith("!"): raise ConvertError(f"column {n!r} {e[1:]}: name an encoding with --columns, or the columns to write with --only")
-    encoding(e, allow_unsafe_types=True)
+    if e == "float": raise ConvertError(f"column {n!r}: float is of text shards; take float64, float32 or float16")
+    try: encoding(e, allow_unsafe_types=True)
+    except ValueError as why: raise ConvertError(f"column {n!r}: {why}") from None
   return chosen
 
 @contextlib.contextmanager
@@ -429,11 +431,11 @@ def convert(source:Any, out:Out, *, kind:str|None=None, columns:dict[str, str]|N
     print(estimate(jobs({}), parse_size(size_limit)))
     return None
   record = {"source": name, "kind": kind, "columns": chosen, "classes": p.classes, "splits": splits, **writer, "shuffle_seed": shuffle_seed,
-            "val": val, "skip_bad": skip_bad, **vars(opt), "parts": len(p.parts),
+            "val": val, "skip_bad": skip_bad, **vars(opt), "parts": len(p.parts), "to": show(out) if isinstance(out, tuple) else None,
             "digest": hashlib.sha1(repr([replace(part, extra=None) if kind == "rows" else part for part in p.parts]).encode()).hexdigest()}
   if shuffle_seed is not None and not (scratch or local_of(out)): raise ConvertError("a shuffle to a URL needs --scratch, a folder all workers see")
   if verify and kind == "rows" and not isinstance(source, str): raise ConvertError("rows given once cannot be verified: give module:function")
-  heap = "" if shuffle_seed is None else os.path.join(scratch or str(local_of(out)), f".scatter-{hashlib.sha1(show(out).encode()).hexdigest()[:8]}")
+  heap = os.path.join(scratch or local_of(out) or "", f".scatter-{hashlib.sha1(show(out).encode()).hexdigest()[:8]}")    # the first pass of a shuffle
   with lock(out), executor_of(executor) as pool:
     def do(work:Work, jobs:list[Job]) -> int: return run(work, jobs, workers, pool, quiet, keep and work is not check_part)
     state = prepare(out, record, splits, exist_ok, verify, heap)
@@ -452,6 +454,9 @@ def convert(source:Any, out:Out, *, kind:str|None=None, columns:dict[str, str]|N
   done = summary(out, splits, start)
   if empty := [s for s, n in done.rows.items() if not n]:
     why = " (a row needs --seq-len tokens; --tail pad keeps what is left over)" if kind == "text" and opt.seq_len else ""
+    if done.skipped:
+      one = json.loads((get(out, "skipped.jsonl") or b"").splitlines()[0])
+      why = f": {count(done.skipped, 'row')} did not fit, see {show(out)}/skipped.jsonl, the first, {one['source']}: row {one['row']}: {one['why']}"
     if len(empty) == len(splits): raise ConvertError(f"{name} gave no rows{why}, {show(out)} is empty")
     if not quiet: print(f"nothing went to {', '.join(empty)}{why}", file=sys.stderr)
   return done

@@ -174,16 +174,19 @@ class StreamingDataset:
       found[i] = shard
       if DEBUG >= 2: print(f"streaming: mapped {'part of ' if shard.partial else ''}shard {n} of {store.where}, {shard.samples} samples")
     with self._lock:
-      if any(store.limited for store, _, _ in wants):  # what was evicted takes its disk until it is no longer mapped
-        for n in list(self._mapped):
-          store, i = self._at(n)
-          if store.limited and not store.has(i): del self._mapped[n]
       self._mapped.update({numbers[i]: s for i, s in zip(missing, opened) if not s.partial})
+      if any(store.limited for store, _, _ in wants): self._unmap(lambda store, i: store.limited and not store.has(i))
       while len(self._mapped) > MAX_MAPPED: self._mapped.popitem(last=False)
       self._opening += time.perf_counter_ns() - start
     return found
 
   def shard_of(self, i:int) -> int: return bisect.bisect_right(self.offsets, i) - 1
+  def _unmap(self, which:Callable[[Store, int], bool]):
+    for n in list(self._mapped):
+      if which(*self._at(n)): del self._mapped[n]
+  def release(self):
+    """Let go of shards that may be evicted, as this process is not going to read them: what is mapped takes its disk until it is no longer."""
+    with self._lock: self._unmap(lambda store, _: store.limited)
   def sweep(self):
     """Remove what processes that are gone have left in the cache folders."""
     for s in self.stores:

@@ -267,7 +267,8 @@ def encoding(name:str, decode:bool=True, allow_unsafe_types:bool=False) -> Encod
     each = encoding(name[5:-1], decode)
     return Encoding(name, lambda v: _pack_list([x if type(x) is bytes else each.encode(x) for x in v], bytes(4)),
                     lambda b: [each.decode(x) for x in _unpack_list(b, 4)], slow=True)
-  raise ValueError(f"unknown encoding {name!r}")
+  raise ValueError(f"unknown encoding {name!r}: there are {', '.join([*KINDS, *_SCALARS])}, bytes, json, pkl, pil, jpeg, png, jpeg_array, list[jpeg] "
+                   "and its like, and ndarray, ndarray:dtype or ndarray:dtype:1,2,3")
 
 # *** the index ***
 
@@ -489,10 +490,11 @@ def _layout(schema:Schema) -> tuple[list[int], list[int], Callable]:
 class Shard:
   """A shard on this disk, mapped and checked against its index. `data` is its (data) file as uint8. Raises FormatError when it is not whole."""
   partial = False   # some rows may not be there: it is for the rows that it was opened for
-  def __init__(self, paths:tuple[str, ...], schema:Schema, samples:int, where:str):
-    self._over(map_file(paths[0]), schema, samples, where)
+  def __init__(self, files:tuple[str|np.ndarray, ...], schema:Schema, samples:int, where:str):
+    data, *rest = (map_file(f) if isinstance(f, str) else f for f in files)
+    self._over(data, schema, samples, where)
     text = schema.format in TEXT
-    meta = map_file(paths[1]) if text else self.data
+    meta = rest[0] if text else data
     end, head = len(self.data), 4 * samples + 8
     if len(meta) < head or (n := int(meta[:4].view("<u4")[0])) != samples:
       raise FormatError(f"{where}: {f'{n} samples' if len(meta) >= head else f'{len(meta)} bytes'} where the index says {samples} samples")

@@ -152,10 +152,10 @@ def stack(name:str, values:list, new:Callable) -> np.ndarray|list:
   if len(shapes := {a.shape for a in arrays}) > 1:
     raise ValueError(f"column {name!r} has rows of different shapes, {' and '.join(map(str, sorted(shapes)[:2]))}: "
                      "make them equal in transform=, or join them in collate= (pad_batch does)")
-  dtype = np.result_type(*{a.dtype for a in arrays})
-  if dtype.hasobject or (dtype.kind == "f" and all(a.dtype.kind in "iu" for a in arrays)):
-    raise ValueError(f"column {name!r} has integers that no one integer type holds")
-  out = new((len(arrays), *arrays[0].shape), dtype)
+  if len(kinds := {a.dtype.name for a in arrays}) > 1:
+    raise ValueError(f"column {name!r} has rows of different dtypes, {' and '.join(sorted(kinds)[:2])}: make them equal in transform=")
+  if arrays[0].dtype.hasobject: raise ValueError(f"column {name!r} has integers that no integer type holds")
+  out = new((len(arrays), *arrays[0].shape), arrays[0].dtype)
   for i, a in enumerate(arrays): out[i] = a
   return out
 
@@ -283,7 +283,7 @@ def close_all(parts:list, ds:StreamingDataset):
   with uninterrupted():
     if parts:
       while parts: parts.pop(0).close()
-      ds.sweep()
+      with contextlib.suppress(OSError): ds.sweep()  # of a cache folder that somebody has removed
 
 class StreamingDataLoader:
   """
@@ -311,6 +311,8 @@ class StreamingDataLoader:
                pad_last:bool=False, prefetch:int|None=None, world:World|None=None, replication:int=1, tensors:bool=True,
                method:str="forkserver", timeout:float=300, stats_port:int|None=None):
     if not isinstance(ds, StreamingDataset): raise TypeError(f"a loader is made of a StreamingDataset, not of {ds!r:.80}")
+    if type(ds).__getitem__ is not StreamingDataset.__getitem__:
+      raise TypeError(f"a loader reads whole batches, and would not call {type(ds).__name__}.__getitem__: give what that does as transform=")
     for name, x, low in (("batch_size", batch_size, 1), ("num_workers", num_workers, 0), ("prefetch", 1 if prefetch is None else prefetch, 1)):
       if isinstance(x, bool) or not isinstance(x, (int, np.integer)): raise TypeError(f"{name} must be an int, not {x!r}")
       if x < low: raise ValueError(f"{name}={x} must be at least {low}")
@@ -378,9 +380,9 @@ class StreamingDataLoader:
     self._to = self._devices() if self.tensors else None
     self._coming, self._handed = collections.deque(), collections.deque()
     self._schedule = schedule(self.mix, self.epoch, self.sample, self.batch_size, self.rank, self.ranks, self.drop_last,
-                              self.rows if self.pad_last else None, cold=1)
+                              self.rows if self.pad_last else None, cold=int(self.ds.on_bad_sample == "raise"))
     # a cold run's first batch comes alone and by parts of shards, here where no user's function is to run elsewhere: what takes longer, the processes
-    # and whole shards, comes after it
+    # and whole shards, comes after it. Not by parts where the hash of a shard tells which samples are bad
     self._cold = any(store.place is None for store in self.ds.stores)
     here = self.num_workers == 0 or self._cold and self.method != "fork" and not any(self._user)
     self._engine = self._open(0 if here else self.num_workers)
@@ -417,6 +419,7 @@ class StreamingDataLoader:
       self._counts.use(self._engine)
       self._parts.remove(first)
       first.close()
+      self.ds.release()
 
   def _slot_size(self) -> int:
     sizes = [e.size or 64 for e in (self.ds.encodings[c] for c in self.columns or self.ds.encodings if c in self.ds.encodings)]

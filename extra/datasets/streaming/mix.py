@@ -26,6 +26,10 @@ def number(x:Any, what:str) -> Fraction:
   if n < 0: raise ValueError(f"{what}={x!r} is negative")
   return n
 
+def distinct(names:Sequence[str]) -> list[str]:
+  """The names of streams: one that is given twice has #2 and so on behind it."""
+  return [n if (k := names[:i].count(n)) == 0 else f"{n}#{k + 1}" for i, n in enumerate(names)]
+
 def whole(x:Any, what:str) -> int:
   if (n := number(x, what)).denominator != 1: raise ValueError(f"{what}={x!r} is not a whole number")
   return int(n)
@@ -150,8 +154,7 @@ class Mix:
     self.unit = unit if batching_method in ("per_stream", "device_per_stream") else 1
     self.grain = None if sampling_granularity == "shard" else whole(sampling_granularity, "sampling_granularity")
     if self.grain == 0: raise ValueError("sampling_granularity=0 takes nothing: use 1 or more, or 'shard'")
-    names = [s.name for s in sources]
-    names = [n if (k := names[:i].count(n)) == 0 else f"{n}#{k + 1}" for i, n in enumerate(names)]   # a stream may be given twice
+    names = distinct([s.name for s in sources])
     by = sorted(range(len(sources)), key=names.__getitem__)
     self.names, self.sources = [names[i] for i in by], [sources[i] for i in by]
     sizes = [np.asarray(s.sizes, np.int64) for s in sources]

@@ -140,7 +140,8 @@ class Child:
     ctx, me = multiprocessing.get_context(method), multiprocessing.current_process()
     if me.name.startswith(NAME) and getattr(me, "_inheriting", False): os._exit(NO_GUARD)  # quietly: its parent tells what is wrong
     self.conn, theirs = ctx.Pipe()
-    need_main = isinstance(payload, bytes) and b"__main__" in payload and getattr(sys.modules["__main__"], "__file__", "") != "<stdin>"
+    # of functions that are in the script, which is __mp_main__ where this process is itself a child
+    need_main = isinstance(payload, bytes) and b"main__" in payload and getattr(sys.modules["__main__"], "__file__", "") != "<stdin>"
     with quiet_start(need_main):
       ends = (*Child.ends, self.conn) if method == "fork" else ()
       self.process = ctx.Process(target=child_main, name=NAME, args=(theirs, ends, target, payload, *args), daemon=True)
@@ -194,12 +195,12 @@ HEAD, SIZE = struct.Struct("<4q"), struct.Struct("<q")
 def serve(work:Callable, job:Any, mem:np.ndarray, tally:Tally) -> tuple[str, Any]:
   start = time.perf_counter_ns()
   try:
-    result = work(job, mem)
-    tally.set(work.counts())
-    return "ok", result
+    return "ok", work(job, mem)
   except NeedRoom as e: return "room", e.args[0]
   except BaseException as e: return "error", e
-  finally: tally.row[-1] += time.perf_counter_ns() - start
+  finally:
+    tally.set(work.counts())
+    tally.row[-1] += time.perf_counter_ns() - start
 
 class ThreadWorker:
   """Makes batches in a background thread of this process."""

@@ -252,7 +252,8 @@ class Remote:
 
   def _call(self, verb:str, name:str, fn:Callable[[Any, str, str], Any]) -> Any:
     """fn(filesystem, root, path), with the filesystem's errors made RemoteError (final) or _Again."""
-    fsspec = need("fsspec", "cloud")
+    try: fsspec = need("fsspec", "cloud")
+    except ImportError as e: raise ImportError(f"{self.where}: what is neither http:// nor a folder is left to fsspec, and {e}") from e
     try:
       fs, root = fsspec.core.url_to_fs(self.url, **(self.storage_options or {}))
       fs.invalidate_cache()                                         # listings that others may have changed

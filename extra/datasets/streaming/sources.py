@@ -700,12 +700,13 @@ def kind_of(source:Any) -> str:
   elif os.path.exists(source): names = []
   else: raise FileNotFoundError(f"{source}: no such file or folder")
   if "index.json" in names: return "mds"
-  kinds = sorted({k for n in names if (k := kind_of_name(os.path.join(source, n)))})
-  if len(kinds) == 1: return kinds[0]
-  if not kinds and any("/" in n or os.path.isdir(os.path.join(source, n)) for n in names): return "images"
-  if kinds: what = f"it has files of several kinds; say which, --kind {' or '.join(kinds)}"
+  kinds = {k for n in names if (k := kind_of_name(os.path.join(source, n)))}
+  below = (f"{d}/{n}" for d in names if os.path.isdir(os.path.join(source, d)) for n in os.listdir(os.path.join(source, d)))
+  if any(n.count("/") == 1 and os.path.splitext(n)[1].lower() in IMAGES for n in (names if is_url(source) else below)): kinds.add("images")
+  if len(kinds) == 1: return kinds.pop()
+  if kinds: what = f"it has files of several kinds; say which, --kind {' or '.join(sorted(kinds))}"
   elif any(os.path.splitext(n)[1].lower() in IMAGES for n in names):
-    what = "images are read from folders of their classes, CLASS/*.png or *.jpg, and it has them without"
+    what = "images are read from the folders of their classes, CLASS/*.png or *.jpg, and these are not in such folders"
   elif os.path.isdir(source) and not names: what = "an empty folder"
   else: what = f"its name does not tell what it is; say --kind, one of {', '.join(KINDS)}"
   raise ValueError(f"{redact(source)}: {what}")

@@ -3,6 +3,7 @@ import threading, time, weakref
 from typing import Any
 import numpy as np
 from .cache import DEBUG
+from .mix import distinct
 
 COUNTED = ("fetched_bytes", "fetched_shards", "hits", "evicted", "opening_ns", "busy_ns")
 
@@ -16,15 +17,17 @@ class Stats:
   - `limit`: what holds the loader back: "loop" (the training itself, no waiting worth the name), "fetch", "decode" or "hand-off"
   """
   def __init__(self, loader):
-    self.loader, self.names = weakref.ref(loader), [s.name for s in loader.ds.streams]
+    self.loader, self.names = weakref.ref(loader), distinct([s.name for s in loader.ds.streams])
     self.first = np.array([int(loader.ds.offsets[i]) for i in loader.ds.first_shard])
     self.samples = self.batches = self.bad_count = 0
-    self.wait_s = self.idle_s = self.hand_s = self.elapsed = 0.0
+    self.wait_s = self.start_s = self.idle_s = self.hand_s = self.elapsed = 0.0
     self.streams, self.bad = np.zeros(len(self.names), np.int64), []
     self.kept:tuple[np.ndarray, Any] = np.zeros(len(COUNTED), np.int64), None  # counts of engines that have ended, the engine at work
-    self.last, self.epoch_start = None, None
+    self.last, self.epoch_start, self.starting = None, None, True
 
-  def spent(self, waiting:float, handing:float): self.wait_s, self.hand_s = self.wait_s + waiting, self.hand_s + handing
+  def spent(self, waiting:float, handing:float):
+    self.wait_s, self.hand_s = self.wait_s + waiting, self.hand_s + handing
+    if self.starting: self.start_s, self.starting = self.start_s + waiting, False
 
   def asked(self, ready:bool):
     now = time.perf_counter()
@@ -51,6 +54,7 @@ class Stats:
     """From now on count what this engine does. None: the loader is closed."""
     past, last = self.kept
     self.kept = past if last is None else past + self._board(last), engine
+    self.starting = True
     if engine is None: self.last = None
   def _board(self, engine) -> np.ndarray: return engine.counts()[[0, 1, 2, 3, 4, -1]]
 
@@ -59,7 +63,8 @@ class Stats:
     counted = dict(zip(COUNTED, (past + (0 if engine is None else self._board(engine))).tolist()))
     opening, busy = counted.pop("opening_ns") / 1e9, counted.pop("busy_ns") / 1e9
     spent = {"fetch": opening, "decode": busy - opening, "hand-off": self.hand_s * max(1, loader.num_workers if loader else 1)}
-    limit = "loop" if self.wait_s + self.hand_s < 0.05 * self.elapsed else max(spent, key=spent.__getitem__)
+    # an engine's first batch waits for its processes, which nothing holds back later
+    limit = "loop" if self.wait_s - self.start_s + self.hand_s < 0.05 * (self.elapsed - self.start_s) else max(spent, key=spent.__getitem__)
     return {"samples": self.samples, "batches": self.batches, "samples_per_second": self.samples / self.elapsed if self.elapsed else 0.0,
             "wait_s": self.wait_s, "idle_s": self.idle_s, "hand_s": self.hand_s, **counted, "ring_bytes": 0 if engine is None else engine.ring.nbytes,
             "bad_samples": self.bad_count, "bad": list(self.bad), "limit": limit, "streams": dict(zip(self.names, self.streams.tolist()))}

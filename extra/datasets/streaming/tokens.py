@@ -55,7 +55,10 @@ def tokenizer(spec:str) -> Tokenizer:
     ends = [i for i in map(t.token_to_id, ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")) if i is not None]
     return Tokenizer(lambda text: t.encode(text, add_special_tokens=False).ids, dtype_for(t.get_vocab_size()), ends[0] if ends else None)
   if m := re.fullmatch(r"([\w.]+):(\w+)", spec): return Tokenizer(getattr(importlib.import_module(m[1]), m[2]), "uint32", None)
-  return gpt2_tokenizer(spec)
+  try: return gpt2_tokenizer(spec)
+  except FileNotFoundError as e:
+    raise FileNotFoundError(f"tokenizer {spec!r}: no such file; give bytes, a tokenizers .json, the merges file of a GPT-2 BPE, "
+                            "or module:function") from e
 
 def pack(runs:Iterator[tuple[np.ndarray, int]], length:int, tail:int|None, batch:int=1 << 20) -> Iterator[tuple[np.ndarray, int]]:
   """Runs of tokens, one after another, cut to rows [n, length], about `batch` tokens at a time. What is left at the end is dropped, or filled up with
