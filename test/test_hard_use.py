@@ -238,12 +238,12 @@ class TestServers(HardCase):
     self.rows(4000)
     with Server(self.path("d")) as s:
       def loader(**kw): return self.loader(StreamingDataset(s.url, self.path("c"), shuffle=True, **kw), 50)
-      with self.assertWarnsRegex(UserWarning, "leaves 30000 bytes .* Give it [0-9]+, or take a shuffle_block_size below [0-9]+$") as told:
+      with self.assertWarnsRegex(UserWarning, "leaves 30000 bytes .* Give it [0-9]+, or take a shuffle_block_size of [0-9]+$") as told:
         loader(cache_limit=30000)
       need, block = map(int, re.findall("[0-9]+", str(told.warning))[-2:])
       with warnings.catch_warnings(action="error"):
         loader(cache_limit=need)
-        dl = loader(cache_limit=30000, shuffle_block_size=block // 2)
+        dl = loader(cache_limit=30000, shuffle_block_size=block)
         for _ in dl: pass
       self.assertLess(dl.stats()["fetched_shards"], 3 * len(dl.ds.offsets))  # nearly 4000 with the whole window
   def test_evicted_shards_are_unmapped(self):

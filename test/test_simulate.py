@@ -1,4 +1,4 @@
-import contextlib, io, itertools, math, os, unittest
+import contextlib, io, itertools, math, re, os, unittest
 from xml.dom import minidom
 import numpy as np
 from extra.datasets.streaming import JSONWriter, StreamingDataLoader, StreamingDataset, World, simulate
@@ -160,6 +160,12 @@ class TestCommand(TempDirTestCase):
     self.assertEqual([len(minidom.parseString(x).getElementsByTagName("polyline")) for x in plots], [4] * 4)
     self.assertIn("a&lt;b", page)
     for x in ("a<b", "http", "src=", "href", "nan"): self.assertNotIn(x, page)
+
+  def test_a_window_that_does_not_fit(self):
+    made = ("--shards", "200", "--samples", "100", "--bytes", "1kb", "--batch-size", "20", "--cache-limit", "2mb")
+    out = command(*made)[1]
+    self.assertRegex(out, r"\nthe shuffle window does not fit in this cache \(--block \d+ does\): shards are fetched more than once an epoch\n$")
+    self.assertNotIn("does not fit", command(*made, "--block", re.search(r"--block (\d+) does", out)[1])[1])
 
   def test_url(self):
     write_rows(self.path("d"), 500)

@@ -362,7 +362,7 @@ class StreamingDataLoader:
         need += most_at_once(lo[mine], hi[mine], size)
       if need > limit:
         block = min(self.mix.state()["shuffle_block_size"], self.mix.length(0) // self.mix.lanes)
-        smaller = f", or take a shuffle_block_size below {block * limit // need}" if self.mix.algo else ""
+        smaller = f", or take a shuffle_block_size of {max(1, 7 * block * limit // need // 10)}" if self.mix.algo else ""
         warnings.warn(f"cache_limit leaves {limit} bytes for {root}, and up to {need} bytes of shards are in use at once: most of them will be "
                       f"fetched again and again. Give it {need}{smaller}", stacklevel=3)
 

@@ -172,15 +172,17 @@ def simulate(data:Data, o:dict[str, Any], memo:dict) -> dict[str, Any]:
     k = (what, *(o[n] for n in (*names, "nodes", "batch_size", "canonical_nodes", "shuffle", "block", "seed", "epochs")))
     if k not in memo: memo[k] = make()
     return memo[k]
-  def make() -> tuple[list[Uses], float]:
+  def make() -> tuple[list[Uses], float, int]:
     lanes = o["canonical_nodes"] or (o["nodes"] if o["shuffle"] != "none" else 1)
     mix = order(data.samples, o["shuffle"], o["seed"], o["block"], lanes)
-    return use(mix, data, o["epochs"], o["batch_size"], o["nodes"])
-  (uses, quality), how = once("use", make), {"step": o["step_time"], "bandwidth": o["bandwidth"], "ranks": o["ranks"]}
+    window = min(mix.state()["shuffle_block_size"], -(-mix.length(0) // mix.lanes))
+    return *use(mix, data, o["epochs"], o["batch_size"], o["nodes"]), window
+  (uses, quality, block), how = once("use", make), {"step": o["step_time"], "bandwidth": o["bandwidth"], "ranks": o["ranks"]}
   free, best = once("best", lambda: smallest(uses, data, **how), "step_time", "bandwidth", "ranks")
   runs, lru = (free if o["cache_limit"] == NEVER else [run(u, data, limit=o["cache_limit"], lru=x, **how) for u in uses] for x in (False, True))
   again = max(r.bytes / max(1, o["epochs"] * f.bytes) for r, f in zip(runs, free))   # above 1 a shard is fetched more than once in an epoch
-  return {"runs": runs, "lru": lru, "quality": quality, "best": best, "wait": max(r.stalled for r in free), "again": again}
+  fits = max(1, int(0.7 * block * min(1, o["cache_limit"] / best)))                  # a window shrinks with its block, or nearly
+  return {"runs": runs, "lru": lru, "quality": quality, "best": best, "wait": max(r.stalled for r in free), "again": again, "fits": fits}
 
 COLUMNS = ("shards", "bytes", "of data", "rows first", "LRU bytes", "cache high", "stalls", "stalled", "first batch")
 def cells(data:Data, runs:list[Run], lru:list[Run]) -> list[str]:
@@ -198,9 +200,9 @@ def advice(names:list[str], results:list[dict[str, Any]]) -> str:
   what = "no stall" if r["wait"] < 1e-3 else f"no stall beyond the {r['wait']:,.1f} s that are left without a limit"
   name = " ".join(x for x in name.split() if not x.startswith("cache-limit"))
   said = f"smallest cache with {what}: {human(r['best'])} a machine (--cache-limit {r['best']}{' with ' if name else ''}{name})"
-  small = [n or "this cache" for n, x in zip(names, results) if x["again"] > 1.1]
+  small = [f"{n or 'this cache'} (--block {x['fits']} does)" for n, x in zip(names, results) if x["again"] > 1.1]
   if not small: return said
-  return f"{said}\nthe shuffle window does not fit in {', '.join(small)}: shards are fetched several times an epoch; a smaller --block would do"
+  return f"{said}\nthe shuffle window does not fit in {', '.join(small)}: shards are fetched more than once an epoch"
 
 def report(data:Data, names:list[str], results:list[dict[str, Any]]) -> list[tuple[str, list[list[str]]]]:
   """Tables, each with a title: the settings, and of one alone its machines and its course."""
@@ -291,6 +293,8 @@ def main(argv:list[str]|None=None) -> int:
     data = read(args["path"]) if args["path"] else Data(np.full(S, n), np.full(S, n * each), np.zeros(S, np.int64), np.ones(S, bool))
     axes, names, results, memo = [args[k.replace("-", "_")] for k in OPTIONS], [], [], {}
     points:Any = list(itertools.product(*axes))
+    if (work := int(data.samples.sum()) * max(n for _, n in args["epochs"])) > 1 << 24:
+      print(f"{work:,} samples are gone through for a setting: about {work / 1e6:,.0f} s and {work / 8e6:,.0f} GB", file=sys.stderr)
     if len(points) > 1 and sys.stderr.isatty():
       from tinygrad.helpers import tqdm
       points = tqdm(points, unit="settings")
