@@ -1,4 +1,4 @@
-import contextlib, io, itertools, math, re, os, unittest
+import contextlib, io, itertools, math, os, re, unittest
 from xml.dom import minidom
 import numpy as np
 from extra.datasets.streaming import JSONWriter, StreamingDataLoader, StreamingDataset, World, simulate
