@@ -73,6 +73,15 @@ class TestResults(HardCase):
         list(self.loader(ds, num_workers=n, transform=large_ints))
     with self.assertRaisesRegex(ValueError, "column 'x' has rows of different dtypes, float32 and uint8: make them equal"):
       list(self.loader(StreamingDataset(self.path("d")), transform=lambda s, rng: {"x": s["x"] / np.float32(2) if s["id"] % 2 else s["x"]}))
+  def test_values_of_one_dtype(self):
+    ds = self.rows()
+    for values, dtype in (((1, np.int64(2)), "int64"), ((True, np.bool_(False)), "bool"), ((0.5, np.float64(1)), "float64"),
+                          ((np.array(1, ">i4"), np.array(2, "<i4")), "int32"), ((np.array([1], ">u2"),) * 2, "uint16")):
+      for workers in (0, 1):
+        got = next(iter(self.loader(ds, 2, num_workers=workers, method="fork", transform=lambda s, rng: {"v": values[s["id"] % 2]})))["v"]  # noqa: B023
+        self.assertEqual((got.dtype, got.tolist()), (np.dtype(dtype), [np.asarray(v).tolist() for v in values]))
+    got = next(iter(self.loader(ds, 2, transform=lambda s, rng: {"v": np.str_("ab" * s["id"])})))["v"]
+    self.assertEqual(got.tolist(), ["", "ab"])
   def test_columns_that_come_and_go(self):
     with self.assertRaisesRegex(UserError, "sample 1 the columns .'id'., and sample 0 .'id', 'z'."):
       list(self.loader(self.rows(), transform=other_keys))

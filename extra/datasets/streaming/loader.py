@@ -152,10 +152,11 @@ def stack(name:str, values:list, new:Callable) -> np.ndarray|list:
   if len(shapes := {a.shape for a in arrays}) > 1:
     raise ValueError(f"column {name!r} has rows of different shapes, {' and '.join(map(str, sorted(shapes)[:2]))}: "
                      "make them equal in transform=, or join them in collate= (pad_batch does)")
-  if len(kinds := {a.dtype.name for a in arrays}) > 1:
+  if len(kinds := {a.dtype.kind if a.dtype.kind in "US" else a.dtype.name for a in arrays}) > 1:  # texts have a dtype for each length
     raise ValueError(f"column {name!r} has rows of different dtypes, {' and '.join(sorted(kinds)[:2])}: make them equal in transform=")
-  if arrays[0].dtype.hasobject: raise ValueError(f"column {name!r} has integers that no integer type holds")
-  out = new((len(arrays), *arrays[0].shape), arrays[0].dtype)
+  dtype = np.result_type(*{a.dtype for a in arrays}).newbyteorder("=")
+  if dtype.hasobject: raise ValueError(f"column {name!r} has integers that no integer type holds")
+  out = new((len(arrays), *arrays[0].shape), dtype)
   for i, a in enumerate(arrays): out[i] = a
   return out
 
