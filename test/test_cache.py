@@ -87,6 +87,11 @@ class TestPlaces(CacheCase):
     self.check(self.store(), 0)
     self.check(Store(self.server.url + "/", self.path("c")), 0)
     with self.assertRaisesRegex(ValueError, "is a cache of"): Store(self.server.url + "/none", self.path("c"))
+  def test_a_read_only_cache_of_another(self):
+    self.check(self.store(), 0)
+    with mock.patch("os.access", lambda *_: False):
+      self.check(self.store(), 0)
+      with self.assertRaisesRegex(ValueError, "is a cache of"): Store(self.server.url + "/none", self.path("c"))
   def test_credentials_may_change(self):
     self.check(Store(self.server.url.replace("//", "//a:b@") + "?sig=1", self.path("c")), 0)
     self.check(s := Store(self.server.url + "?sig=2", self.path("c")), 0)
@@ -700,6 +705,16 @@ class TestPart(CacheCase):
         s.part(k, rows)
         self.assertLessEqual(sum(s.folder.on_disk(s.table, i) for i in range(3)), s.limit[0])
         self.assertEqual([s.folder.row(s.table, i)[0] for i in range(3)], [s.folder.on_disk(s.table, i) for i in range(3)])
+  def test_rows_leave_the_room_of_a_whole_shard_alone(self):
+    s = self.store(limit=3 * self.size[0])
+    with s.folder.lock(f"{s.table}.1"):                             # as it is held while the shard is fetched
+      s.folder.reserve(s.table, 1, self.size[1], s.limit, self.fail)
+      self.assertIsNotNone(s.part(1, np.array([7]), urgent=True))
+      s.part(1, np.array([7, 9]), urgent=True)
+      self.assertGreaterEqual(s.folder.row(s.table, 1)[0], self.size[1])
+    before = s.folder.row(s.table, 1)
+    with self.assertRaises(OSError): s.folder.reserve(s.table, 1, 4 * self.size[0], s.limit, self.fail)
+    self.assertEqual(s.folder.row(s.table, 1), before)
   def test_counts_against_the_limit(self):
     s = self.store(limit=self.size[0] + self.size[0] // 4)
     for k in (0, 1): s.part(k, np.array([7, 9]))

@@ -1,4 +1,4 @@
-import contextlib, json, os, select, signal, subprocess, sys, threading, time, traceback, unittest, warnings
+import contextlib, json, multiprocessing, os, select, signal, subprocess, sys, threading, time, traceback, unittest, warnings
 from unittest import mock
 import numpy as np
 from extra.datasets.streaming import MDSWriter, StreamingDataLoader, StreamingDataset, World
@@ -422,6 +422,10 @@ class TestErrors(LoaderTestCase):
             "    p = multiprocessing.get_context('spawn').Process(target=rank, args=(sys.argv[1], method))\n    p.start()\n    p.join()")
     r = run_script(code, self.path("d"))
     self.assertEqual((r.stdout, r.stderr), ("10\n10\n", ""))
+
+  def test_a_daemonic_process(self):
+    with mock.patch.object(multiprocessing.current_process(), "_config", {**multiprocessing.current_process()._config, "daemon": True}):
+      with self.assertRaisesRegex(RuntimeError, "daemonic .* use num_workers=0"): list(self.loader(num_workers=1))
 
   def test_tensors_of_a_transform(self):
     class Tensor: pass

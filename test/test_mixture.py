@@ -163,6 +163,20 @@ class TestBadSamples(MixtureTestCase):
     with self.assertRaises(UserError): list(self.loader(StreamingDataset(self.path("many")), 50, transform=reject_thirteen))
     with self.assertRaisesRegex(ValueError, "on_bad_sample"): StreamingDataset(self.path("many"), on_bad_sample="ignore")
 
+  def test_a_bad_hash_is_one_sequence(self):
+    write_rows(self.path("big"), 3000, size=2000, size_limit="1100kb", hashes=["sha1"])
+    with open(self.path("big", "shard.00001.mds"), "r+b") as f:
+      f.seek(-5, os.SEEK_END)
+      f.write(b"flip!")
+    with Server(self.path("big")) as server:
+      got = []
+      for n, (workers, batch) in enumerate(((0, 20), (2, 200), (1, 100))):
+        ds = StreamingDataset(server.url, self.path(f"c{n}"), shuffle=True, epoch_size=1200, on_bad_sample="replace", max_bad=1, download_retry=0)
+        dl = self.loader(ds, batch, num_workers=workers)
+        got.append([i for b in dl for i in b["id"].tolist()])
+      self.assertEqual(got[0], got[1])
+      self.assertEqual(got[0], got[2])
+
 class TestStats(MixtureTestCase):
   def test_fetched_and_hits(self):
     with Server(self.path("many")) as server:

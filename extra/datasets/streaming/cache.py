@@ -87,6 +87,10 @@ def remove(*paths:str):
   for p in paths:
     with contextlib.suppress(FileNotFoundError): os.unlink(p)
 
+def same(root:str, was:str, remote:str):
+  if was.rstrip("/") != remote.rstrip("/"):
+    raise ValueError(f"{root} is a cache of {was}, not of {remote}: give another local folder, or remove this one")
+
 class Folder:
   """A cache folder of this machine, shared by all processes that use it."""
   def __init__(self, root:str, remote:str):
@@ -106,8 +110,7 @@ class Folder:
       elif keep:
         with open(f"{path}.new", "w") as f: f.write(was)
         os.replace(f"{path}.new", path)
-    if was.rstrip("/") != self.remote.rstrip("/"):
-      raise ValueError(f"{self.root} is a cache of {was}, not of {self.remote}: give another local folder, or remove this one")
+    same(self.root, was, self.remote)
 
   def sweep(self):
     """Remove what dead processes left."""
@@ -205,17 +208,20 @@ class Folder:
         np.minimum.at(out, shard[live], np.maximum(lo[live] - position, 0))
     return out
 
-  def reserve(self, table:str, shard:int|None, need:int, limit:tuple[int, float], evicted:Callable[[], Any], before:int|None=None, full:bool=False):
+  def reserve(self, table:str, shard:int|None, need:int, limit:tuple[int, float], evicted:Callable[[], Any], before:int|None=None, full:bool=False,
+              more:bool=False):
     """
     Make room for `need` bytes of a shard (None: only see to the limit), evicting what is used farthest from now, then what was used least recently,
-    and note them as on their way. With `before` only shards that are farther from use than that may go. `full`: the disk turned out to be full.
+    and note them as on their way; with `more` beyond what is noted already. With `before` only shards that are farther from use than that may go.
+    `full`: the disk turned out to be full.
     Calls evicted() for each that goes. Raises NoRoom (with `before`), Busy, or OSError with the numbers.
     """
     if limit == UNLIMITED and not full:
       return self.row(table, shard, need, 0, 0)
     with self.mutex():
-      if shard is not None: self.row(table, shard, 0, 0, 0)
       rows = {t: np.fromfile(self._path(t), ROW) for t in self._tables() if self.index(t) is not None}
+      if more: need += int(rows[table]["bytes"][shard])
+      if shard is not None: rows[table]["bytes"][shard] = 0           # `need` takes its place, if there is room: else the row stays
       disk = os.statvfs(self.root)
       free, total = disk.f_bavail * disk.f_frsize, sum(int(r["bytes"].sum()) for r in rows.values())
       short, busy = total + need - limit[0], None
@@ -281,6 +287,8 @@ class Store:
     source = os.path.realpath(self.remote.path("")) if self.remote.kind == "file" else None
     self.place = source if local is None or source == os.path.realpath(local) else None     # a folder that is read in place
     if self.place is None and local is not None and os.path.isdir(local) and not os.access(local, os.W_OK):
+      with contextlib.suppress(FileNotFoundError), open(os.path.join(local, META, "remote")) as f:
+        same(local, f.read(), source or self.remote.identity)
       self.place, self.remote = os.path.realpath(local), Remote(local)
     self.where, self.identity = self.remote.at(self.prefix.rstrip("/")), self.place or source or self.remote.identity
     self.root = local if self.place is None and local is not None else default_folder(self.identity)
@@ -405,7 +413,8 @@ class Store:
     start = time.monotonic()
     if not self._verified(raw, paths):
       try:
-        part = self.folder.on_disk(self.table, shard)               # of the part most of all
+        # of the part most of all, also of rows that are on their way to it
+        part = max(self.folder.on_disk(self.table, shard), self.folder.row(self.table, shard)[0])
         if need + part > self.limit[0]: self.folder.drop(self.table, shard)
         else: need += part
         for _ in range(8):
@@ -421,6 +430,7 @@ class Store:
         self._add(fetched_shards=1)
         if DEBUG >= 2: print(f"{self.where}: shard {shard}, {need} bytes in {time.monotonic() - start:.2f} s")
         self.folder.drop(self.table, shard, keep=paths + self._local(zipped if self.keep_zip else ()))
+      except (NoRoom, Busy): raise                                  # the row is as it was
       except BaseException:
         self.folder.row(self.table, shard, self.folder.on_disk(self.table, shard), 0, 0)
         raise
@@ -550,15 +560,16 @@ class Store:
       spans += [(int(off[want[a]]), int(off[want[b] + 1])) for a, b in runs]
       if not spans: return True
       # a row takes whole pages, as do the head and the file of checksums, twice while it is written
-      more = PAGE * sum((b - 1) // PAGE - a // PAGE + 1 for a, b in [*spans, (0, int(off[0])), (0, 4 * n), (0, 4 * n)])
-      self.folder.reserve(self.table, shard, self.folder.row(self.table, shard)[0] + more, self.limit, self._evicted)
+      need = PAGE * sum((b - 1) // PAGE - a // PAGE + 1 for a, b in [*spans, (0, int(off[0])), (0, 4 * n), (0, 4 * n)])
+      self.folder.reserve(self.table, shard, need, self.limit, self._evicted, more=True)
       self._fill(f, file, spans, map)
       if fresh: self._map(shard, (path,))                           # checks the head
       for a, b in runs:
         for r in range(want[a], want[b] + 1): have[r] = checksum(r)
     have.tofile(path + ".new")
     os.replace(path + ".new", path + ".rows")
-    self.folder.row(self.table, shard, self.folder.on_disk(self.table, shard), 0, time.time_ns())
+    with self.folder.lock(f"{self.table}.{shard}", wait=False) as idle:  # else the row holds room for the whole shard, which is on its way
+      if idle: self.folder.row(self.table, shard, self.folder.on_disk(self.table, shard), 0, time.time_ns())
     return True
 
   def _head(self, f, shard:int, file:File) -> tuple[np.ndarray, list[tuple[int, int]]]:

@@ -340,6 +340,7 @@ def prepare(out:Out, record:dict, splits:list[str], exist_ok:bool, verify:bool, 
   old, ready, local = get(out, "convert.json"), all(index_of(under(out, split)) is not None for split in splits), local_of(out)
   was = {} if old is None else json.loads(old)
   other = sorted(k for k in record.keys() | was.keys() if record.get(k) != was.get(k))
+  if verify and ready and not exist_ok: other = [k for k in other if k != "to"]    # each half is a dataset
   if not other and (verify and ready and not exist_ok or not ready): return "ready" if ready else "begun"     # with the first pass of a shuffle
   if not exist_ok:
     if was and other and (not local or any("index.json" in files for at in (local, heap) for _, _, files in os.walk(at))):    # some of it is done
@@ -435,7 +436,8 @@ def convert(source:Any, out:Out, *, kind:str|None=None, columns:dict[str, str]|N
             "digest": hashlib.sha1(repr([replace(part, extra=None) if kind == "rows" else part for part in p.parts]).encode()).hexdigest()}
   if shuffle_seed is not None and not (scratch or local_of(out)): raise ConvertError("a shuffle to a URL needs --scratch, a folder all workers see")
   if verify and kind == "rows" and not isinstance(source, str): raise ConvertError("rows given once cannot be verified: give module:function")
-  heap = os.path.join(scratch or local_of(out) or "", f".scatter-{hashlib.sha1(show(out).encode()).hexdigest()[:8]}")    # the first pass of a shuffle
+  # the first pass of a shuffle
+  heap = os.path.join(scratch or local_of(out) or "", f".scatter-{hashlib.sha1((local_of(out) or show(out)).encode()).hexdigest()[:8]}")
   with lock(out), executor_of(executor) as pool:
     def do(work:Work, jobs:list[Job]) -> int: return run(work, jobs, workers, pool, quiet, keep and work is not check_part)
     state = prepare(out, record, splits, exist_ok, verify, heap)

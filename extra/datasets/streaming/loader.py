@@ -48,6 +48,7 @@ class Work:
     self.direct = direct   # values are handed over as they are, the slot is not used
     self.before = before   # what the dataset has counted already, in the process that this is to work in
     self.plain = transform is None and batch_transform is None and collate is None
+    self.parts = ds.on_bad_sample == "raise"  # else only the hash of a whole shard tells which samples are bad
     self.columns, self.read = columns, columns if self.plain else None
 
   def counts(self) -> list[int]: return [now - before for now, before in zip(self.ds.counts(), self.before)]
@@ -69,7 +70,7 @@ class Work:
     return layout, bad
 
   def make(self, job:Job, new:Callable) -> dict[str, Any]:
-    if self.plain or not len(job.ids): return self.ds.raw(job.ids, self.read, new, job.sparse, job.cold, job.pos)
+    if self.plain or not len(job.ids): return self.ds.raw(job.ids, self.read, new, job.sparse and self.parts, job.cold and self.parts, job.pos)
     if self.transform is None and self.collate is None: batch = self.columns_of(job)
     else:
       rows = self.samples(job)
@@ -84,7 +85,8 @@ class Work:
     return batch
 
   def columns_of(self, job:Job) -> dict[str, Any]:
-    return {k: v.tolist() if isinstance(v, Ragged) else v for k, v in self.ds.raw(job.ids, self.read, None, job.sparse, job.cold, job.pos).items()}
+    columns = self.ds.raw(job.ids, self.read, None, job.sparse and self.parts, job.cold and self.parts, job.pos)
+    return {k: v.tolist() if isinstance(v, Ragged) else v for k, v in columns.items()}
 
   def samples(self, job:Job) -> list[dict[str, Any]]:
     columns = self.columns_of(job)
@@ -154,7 +156,8 @@ def stack(name:str, values:list, new:Callable) -> np.ndarray|list:
                      "make them equal in transform=, or join them in collate= (pad_batch does)")
   if len(kinds := {a.dtype.kind if a.dtype.kind in "US" else a.dtype.name for a in arrays}) > 1:  # texts have a dtype for each length
     raise ValueError(f"column {name!r} has rows of different dtypes, {' and '.join(sorted(kinds)[:2])}: make them equal in transform=")
-  dtype = np.result_type(*{a.dtype for a in arrays}).newbyteorder("=")
+  dtype = np.result_type(*{a.dtype for a in arrays})
+  if not dtype.isnative: dtype = dtype.newbyteorder("=")
   if dtype.hasobject: raise ValueError(f"column {name!r} has integers that no integer type holds")
   out = new((len(arrays), *arrays[0].shape), dtype)
   for i, a in enumerate(arrays): out[i] = a
@@ -188,7 +191,7 @@ class Follower:
       self.then = pieces(self.mix, epoch + 1, *self.share)
       shard, lo, hi, count = np.concatenate([now, self.then + np.array([[0], [1], [1], [0]]) * self.mix.plan(epoch).length], axis=1)
       store = np.searchsorted(self.ds.first_shard, shard, "right") - 1
-      self.fetcher.feed(store, shard - np.array(self.ds.first_shard)[store], lo, hi, count, position)
+      self.fetcher.feed(store, shard - np.array(self.ds.first_shard)[store], lo, hi, count if self.ds.on_bad_sample == "raise" else None, position)
       self.epoch = epoch
     self.fetcher.advance(position)
   def close(self): self.fetcher.close()
@@ -381,9 +384,9 @@ class StreamingDataLoader:
     self._to = self._devices() if self.tensors else None
     self._coming, self._handed = collections.deque(), collections.deque()
     self._schedule = schedule(self.mix, self.epoch, self.sample, self.batch_size, self.rank, self.ranks, self.drop_last,
-                              self.rows if self.pad_last else None, cold=int(self.ds.on_bad_sample == "raise"))
+                              self.rows if self.pad_last else None, cold=1)
     # a cold run's first batch comes alone and by parts of shards, here where no user's function is to run elsewhere: what takes longer, the processes
-    # and whole shards, comes after it. Not by parts where the hash of a shard tells which samples are bad
+    # and whole shards, comes after it
     self._cold = any(store.place is None for store in self.ds.stores)
     here = self.num_workers == 0 or self._cold and self.method != "fork" and not any(self._user)
     self._engine = self._open(0 if here else self.num_workers)
@@ -464,6 +467,7 @@ class StreamingDataLoader:
       self._counts.delivered(ids)
       if values is None:
         self._counts.end_epoch(self.epoch)
+        self.ds.release()  # a loader that stands by holds nothing
         self.start, self._pass = 0, None
       elif self.columns is not None: values = tuple(values[c] for c in (*self.columns, *(["mask"] if self.pad_last else [])))
     except BaseException:

@@ -139,6 +139,7 @@ class Child:
   def __init__(self, method:str, target:Callable, payload:Any, *args):
     ctx, me = multiprocessing.get_context(method), multiprocessing.current_process()
     if me.name.startswith(NAME) and getattr(me, "_inheriting", False): os._exit(NO_GUARD)  # quietly: its parent tells what is wrong
+    if me.daemon: raise RuntimeError("a daemonic process, as those of multiprocessing.Pool are, can start no workers: use num_workers=0 in it")
     self.conn, theirs = ctx.Pipe()
     # of functions that are in the script, which is __mp_main__ where this process is itself a child
     need_main = isinstance(payload, bytes) and b"main__" in payload and getattr(sys.modules["__main__"], "__file__", "") != "<stdin>"
