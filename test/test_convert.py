@@ -296,6 +296,13 @@ class TestAgain(ConvertCase):
       self.assertEqual(heap(), [])
       shutil.rmtree(self.out)
 
+  def test_the_first_pass_of_a_finished_shuffle_is_removed(self):
+    p = self.jsonl([{"a": i} for i in range(3000)])
+    with mock.patch("extra.datasets.streaming.convert.shutil.rmtree"): convert(p, self.out, part_size=10_000, shuffle_seed=1)     # as if killed there
+    self.assertTrue(glob.glob(os.path.join(self.out, ".scatter-*")))
+    convert(p, self.out, part_size=10_000, shuffle_seed=1, verify=True)
+    self.assertEqual(glob.glob(os.path.join(self.out, ".scatter-*")), [])
+
   def test_another_conversion_is_not_mixed_in(self):
     p = self.jsonl([{"a": 1}] * 2000 + [{"a": "x"}])
     with self.assertRaises(ConvertError): convert(p, self.out, part_size=10_000)

@@ -213,11 +213,11 @@ class Folder:
     """
     Make room for `need` bytes of a shard (None: only see to the limit), evicting what is used farthest from now, then what was used least recently,
     and note them as on their way; with `more` beyond what is noted already. With `before` only shards that are farther from use than that may go.
-    `full`: the disk turned out to be full.
-    Calls evicted() for each that goes. Raises NoRoom (with `before`), Busy, or OSError with the numbers.
+    `full`: the disk turned out to be full. Calls evicted() for each that goes. Raises NoRoom (with `before`), Busy, or OSError with the numbers.
     """
-    if limit == UNLIMITED and not full:
-      return self.row(table, shard, need, 0, 0)
+    if limit == UNLIMITED and not full:                               # another dataset of the folder may have a limit
+      self.row(table, shard, need + (self.row(table, shard)[0] if more else 0), 0, 0)
+      return
     with self.mutex():
       rows = {t: np.fromfile(self._path(t), ROW) for t in self._tables() if self.index(t) is not None}
       if more: need += int(rows[table]["bytes"][shard])
@@ -230,7 +230,9 @@ class Folder:
         short = max(short, need + coming + int(limit[1] * disk.f_blocks * disk.f_frsize) - free)
       if full: short = max(1, need - free)
       if short > 0: short, busy = self._evict(rows, short, evicted, before)
-      if short <= 0: return shard is not None and self.row(table, shard, need, 0, time.time_ns())
+      if short <= 0:
+        if shard is not None: self.row(table, shard, need, 0, time.time_ns())
+        return
     if before is not None: raise NoRoom
     if busy is not None: raise Busy(busy)
     what = self.root if shard is None else self.files(table, shard)[0]
@@ -305,8 +307,7 @@ class Store:
     self._count, self._counts = threading.Lock(), dict.fromkeys(("fetched_bytes", "fetched_shards", "hits", "evicted"), 0)
     self._looked = False                                            # whether a head of a shard was seen to be the index's
   def __repr__(self) -> str: return f"Store({self.where!r}{'' if self.place else f', {self.root!r}'})"
-  def __getstate__(self) -> dict:
-    return {k: v for k, v in self.__dict__.items() if k not in ("_count", "_counts", "_looked", "index", "folder", "table")}
+  def __getstate__(self) -> dict: return {k: v for k, v in self.__dict__.items() if k not in ("_count", "_counts", "index", "folder", "table")}
   def __setstate__(self, state:dict):
     self.__dict__.update(state)
     self._init()

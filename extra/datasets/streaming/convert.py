@@ -340,6 +340,7 @@ def prepare(out:Out, record:dict, splits:list[str], exist_ok:bool, verify:bool, 
   old, ready, local = get(out, "convert.json"), all(index_of(under(out, split)) is not None for split in splits), local_of(out)
   was = {} if old is None else json.loads(old)
   other = sorted(k for k in record.keys() | was.keys() if record.get(k) != was.get(k))
+  if ready: shutil.rmtree(heap, ignore_errors=True)     # of one that was killed when all else was done
   if verify and ready and not exist_ok: other = [k for k in other if k != "to"]    # each half is a dataset
   if not other and (verify and ready and not exist_ok or not ready): return "ready" if ready else "begun"     # with the first pass of a shuffle
   if not exist_ok:
