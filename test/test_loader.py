@@ -1,4 +1,4 @@
-import contextlib, json, multiprocessing, os, select, signal, subprocess, sys, threading, time, traceback, unittest, warnings
+import ast, contextlib, copy, json, multiprocessing, os, pickle, select, signal, subprocess, sys, threading, time, traceback, unittest, warnings
 from unittest import mock
 import numpy as np
 from extra.datasets.streaming import MDSWriter, StreamingDataLoader, StreamingDataset, World
@@ -152,6 +152,36 @@ class TestBatches(LoaderTestCase):
       for batch in self.loader(8, num_workers=workers):
         self.assertIsInstance(batch["b"], list)
         for b, s, j, n in zip(batch["b"], batch["s"], batch["j"], batch["n"]): self.assertEqual({"b": b, "s": s, "j": j, "n": n}, rows[n])
+
+  def test_texts_are_cut_when_they_are_looked_at(self):
+    with MDSWriter(out=self.path("v"), columns={"b": "bytes", "s": "str", "n": "int"}) as w:
+      for i in range(40): w.write({"b": bytes(i), "s": "ü" * i, "n": i})
+    self.ds = StreamingDataset(self.path("v"))
+    want = {"b": [bytes(i) for i in range(4)], "s": ["ü" * i for i in range(4)], "n": [0, 1, 2, 3]}
+    def first() -> dict:
+      (batch := next(iter(self.loader(4, num_workers=1))))["n"] = [0, 1, 2, 3]
+      return batch
+    for how in (dict, lambda b: {**b}, lambda b: b.copy(), lambda b: dict(b.items()), lambda b: dict(zip(b, b.values())), lambda b: b | {},
+                lambda b: {} | b, lambda b: {k: b[k] for k in b}, lambda b: {k: b.get(k) for k in b.keys()}, lambda b: {k: b.pop(k) for k in want},
+                lambda b: dict(b.popitem() for _ in range(3)), lambda b: {k: b.setdefault(k) for k in want}, lambda b: pickle.loads(pickle.dumps(b)),
+                copy.copy, copy.deepcopy, lambda b: ast.literal_eval(repr(b)), lambda b: (lambda **kw: kw)(**b)):
+      self.assertEqual(how(first()), want)
+    self.assertTrue(first() == want == first())
+    self.assertFalse(first() != want)
+    self.assertEqual(json.loads(json.dumps({**first(), "b": 0})), {**want, "b": 0})
+    self.assertEqual((first().get("x"), first().get("x", 5), "b" in first(), len(first())), (None, 5, True, 3))
+    batch = first()
+    batch["s"] = 7
+    batch |= {"b": 8}
+    self.assertEqual(batch, {"b": 8, "s": 7, "n": [0, 1, 2, 3]})
+    self.assertEqual(next(iter(self.loader(4, num_workers=1, columns=("s", "b")))), (want["s"], want["b"]))
+    dl = self.loader(4, num_workers=2)
+    kept = list(dl) + list(dl)                                          # uncut, while their slots are wanted by others
+    self.assertEqual(sum((b["s"] for b in kept), []), ["ü" * i for i in range(40)] * 2)
+    most = dl.stats()["ring_bytes"]
+    del kept
+    for batch in dl: batch["b"]
+    self.assertEqual(dl.stats()["ring_bytes"], most)                    # the slots have come back
 
   def test_batches_outgrow_their_slots(self):
     rows = [os.urandom(1 << (i // 4)) for i in range(64)]

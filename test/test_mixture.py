@@ -2,6 +2,7 @@ import contextlib, io, itertools, json, os, pickle, threading, unittest, urllib.
 from unittest import mock
 import numpy as np
 from extra.datasets.streaming import MDSWriter, Stream, StreamingDataLoader, StreamingDataset, World
+from extra.datasets.streaming.format import FormatError
 from extra.datasets.streaming.loader import UserError
 from helpers import TempDirTestCase, write_rows
 from servers import Server
@@ -145,6 +146,26 @@ class TestBadSamples(MixtureTestCase):
     plain = [b["id"].tolist() for b in self.loader(StreamingDataset(self.path("many"), shuffle=True), 50)]
     for a, b in zip(sum(plain, []), sum(got[0], [])): self.assertTrue(a == b or a % 100 == 13)
     self.assertNotIn(13, [i % 100 for i in sum(got[0], [])])
+
+  def test_values_that_do_not_decode(self):
+    with MDSWriter(out=self.path("d"), columns={"t": "str", "j": "json", "n": "int32"}, hashes=[]) as w:
+      for i in range(40): w.write({"t": f"({i:02}é)", "j": [i + 100], "n": i})
+    with open(self.path("d", "shard.00000.mds"), "r+b") as f:
+      data = f.read()
+      for good, bad in (("(13é)".encode(), b"(13\xff\xa9)"), (b"[120]", b"[1:0]"),                        # the others make one text end to end
+                        ("(29é)".encode(), b"(299)\xc3"), ("(30é)".encode(), b"\xa930\xc3\xa9)")):
+        f.seek(data.index(good))
+        f.write(bad)
+    for columns, first in ((None, "row 13: column 't'"), (("j", "n"), "row 20: column 'j'"), (("t", "n"), "row 13: column 't'")):
+      bad = [i for i in (13, 20, 29, 30) if columns is None or (i == 20) == ("j" in columns)]
+      for workers, tensors in ((0, False), (2, False), (0, True), (2, True)):
+        with self.subTest(columns=columns, workers=workers, tensors=tensors):
+          with self.assertRaisesRegex(FormatError, first):
+            list(self.loader(StreamingDataset(self.path("d")), 4, num_workers=workers, tensors=tensors, columns=columns))
+          dl = self.loader(StreamingDataset(self.path("d"), on_bad_sample="replace", max_bad=1), 4, num_workers=workers, tensors=tensors,
+                           columns=columns)
+          ids = [i for b in dl for i in (b["n"] if columns is None else b[1]).tolist()]
+          self.assertEqual((len(ids), set(ids) & set(bad), [i for i, _ in dl.stats()["bad"]]), (40, set(), bad))
 
   def test_too_many(self):
     ds = StreamingDataset(self.path("many"), on_bad_sample="replace")

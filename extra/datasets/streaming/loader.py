@@ -55,19 +55,21 @@ class Work:
   def reopen(self): self.ds.reopen()
 
   def __call__(self, job:Job, mem:np.ndarray) -> tuple[list[tuple], list[tuple[int, str]]]:
-    carve, bad = Carver(mem), []
-    try: batch = self.make(job, None if self.direct else carve if self.plain else np.empty)
+    try: return self.lay_out(job, Carver(mem)), []
     except (ValueError, OSError, UserError) as e:
       if self.ds.on_bad_sample == "raise" or outage(e): raise
       job, bad = self.replace(job)
-      batch = self.make(job, np.empty)
+      return self.lay_out(job, Carver(mem)), bad
+
+  def lay_out(self, job:Job, carve:Carver) -> list[tuple]:
+    batch = self.make(job, None if self.direct else carve if self.plain else np.empty)
     if self.mask and "mask" in batch: raise ValueError("pad_last adds a column named mask, and a function of the loader has made one")
     if self.mask: batch["mask"] = np.arange(len(job.ids)) < job.real
     if self.columns is not None:
       if missing := [c for c in self.columns if c not in batch]: raise ValueError(f"no column {missing[0]!r} in a batch of {', '.join(batch)}")
     layout = [self.place(name, v, carve) for name, v in batch.items() if self.columns is None or name in self.columns or name == "mask"]
-    if carve.used > len(mem): raise NeedRoom(carve.used)
-    return layout, bad
+    if carve.used > len(carve.mem): raise NeedRoom(carve.used)
+    return layout
 
   def make(self, job:Job, new:Callable) -> dict[str, Any]:
     if self.plain or not len(job.ids): return self.ds.raw(job.ids, self.read, new, job.sparse and self.parts, job.cold and self.parts, job.pos)
@@ -132,6 +134,7 @@ class Work:
       stops, block = carve((len(v.size),), np.int64), carve((int(v.size.sum()),), np.uint8)
       np.cumsum(v.size, out=stops)
       v.copy(block)
+      if v.enc.name == "str" and not texts(block, stops): v.tolist()  # raises, and tells which is none
       return name, v.enc.name, carve.offset(stops), carve.offset(block), len(stops)
     if isinstance(v, list): v = stack(name, v, carve)
     if not isinstance(v, np.ndarray) or v.dtype.hasobject: return name, "object", v
@@ -143,6 +146,13 @@ class Work:
 def outage(e:Exception) -> bool:
   """Whether it is the server and not the sample that is bad."""
   return isinstance(e, RemoteError) and not e.corrupt and e.status not in (403, 404, 410)
+
+def texts(block:np.ndarray, stops:np.ndarray) -> bool:
+  """Whether the values that end at `stops` of the block are UTF-8: the whole is, and none begins within a character."""
+  try: str(block, "utf-8")
+  except UnicodeDecodeError: return False
+  starts = stops[:-1][stops[:-1] < len(block)]
+  return not (block[starts] & 0xc0 == 0x80).any()
 
 def stack(name:str, values:list, new:Callable) -> np.ndarray|list:
   """Lay equal numeric values out as one array (n, ...), made by `new(shape, dtype)`. Lists of anything else stay lists."""
@@ -249,6 +259,32 @@ def wrap(a:np.ndarray, dtype:Any) -> tuple[Any, Any]:
   (base := UOp.new_buffer("CPU", a.size, dtype)).buffer.allocate(external_ptr=a.ctypes.data)
   return Tensor(rebase(unwritten(a.shape, dtype), base)), base.buffer
 
+class Uncut:
+  """Bytes or texts of a batch that still lie end to end in its slot, at `block`; where each ends is int64[n] at `stops`."""
+  def __init__(self, slot:Slot, kind:str, stops:int, block:int, n:int):
+    self.slot, self.decode, self.stops, self.block, self.n = slot, bytes.decode if kind == "str" else None, stops, block, n
+  def tolist(self) -> list:
+    size = np.diff(stop := np.ndarray((self.n,), np.int64, self.slot.mem, self.stops), prepend=0)
+    return cut(self.slot.mem.ctypes.data + self.block + stop - size, size, self.decode)
+
+class Batch(dict):
+  """A batch with bytes or texts: a list of them is cut when it is first looked at, and costs nothing before."""
+  def __getitem__(self, name:str) -> Any:
+    if isinstance(v := super().__getitem__(name), Uncut): self[name] = v = v.tolist()
+    return v
+  def get(self, name:str, default:Any=None) -> Any: return self[name] if name in self else default
+  def __iter__(self) -> Iterator[str]: return super().__iter__()  # as it is, but with it dict(batch) and {**batch} ask for the items one by one
+  def __reduce__(self): return dict, (dict(self),)
+
+def cut_first(name:str) -> Callable:
+  @functools.wraps(method := getattr(dict, name))
+  def cut_then(self:Batch, *args):
+    for k in self: self[k]
+    return method(self, *args)
+  return cut_then
+for _name in ("items", "values", "pop", "popitem", "setdefault", "copy", "__eq__", "__ne__", "__or__", "__ror__", "__repr__"):
+  setattr(Batch, _name, cut_first(_name))
+
 # *** the loader ***
 
 def aside(fn:Callable, *args) -> Future:
@@ -296,7 +332,7 @@ class StreamingDataLoader:
   - `batch_size` is global: a batch is that many consecutive positions of the epoch, and each rank gets its part of it. `world` (default
     `World.detect()`) says which; with `replication=k`, k consecutive ranks get the same part.
   - A batch is a dict of columns, or with `columns=` a tuple in that order: numeric columns are Tensors (rows, ...) with the dtype that is stored,
-    strings, bytes and other values are lists. `tensors=False` gives numpy arrays and leaves tinygrad alone.
+    strings, bytes and other values are lists (of a dict, cut when first looked at). `tensors=False` gives numpy arrays and leaves tinygrad alone.
   - `transform(sample, rng)` returns the sample to use. `rng` is a numpy Generator keyed by seed, epoch and position: the same whatever the
     workers, and after a resume. `batch_transform(batch, rng)` does the same for the columns of a batch; `collate(samples)` makes the columns
     (see `pad_batch` and `pack_batch`).
@@ -493,12 +529,10 @@ class StreamingDataLoader:
         batch[name], user = (a, memory) if not self.tensors else self._tensor(name, a, bfloat16)
         if user is not None: users.append(user)
       else:
-        stops, block, n = rest
-        stop = np.ndarray((n,), np.int64, slot.mem, stops) + block
-        start = np.concatenate([[block], stop[:-1]])
-        batch[name] = cut(slot.mem.ctypes.data + start, stop - start, bytes.decode if kind == "str" else None)
+        batch[name] = user = Uncut(slot, kind, *rest)
+        users.append(user)
     self._engine.ring.lend(slot, list({id(u): u for u in users}.values()))
-    return batch
+    return Batch(batch) if any(isinstance(u, Uncut) for u in users) else batch
 
   def _tensor(self, name:str, a:np.ndarray, bfloat16:bool) -> tuple[Any, Any]:
     """(Tensor, object whose end frees the memory of `a`, or None if it was copied)."""
