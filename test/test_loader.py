@@ -4,8 +4,9 @@ import numpy as np
 from extra.datasets.streaming import MDSWriter, StreamingDataLoader, StreamingDataset, World
 from extra.datasets.streaming.loader import UserError
 from extra.datasets.streaming.mix import Plan
-from extra.datasets.streaming.pool import ProcessWorker, Ring
+from extra.datasets.streaming.pool import LONG, QUICK_S, STEADY, Child, Pace, ProcessWorker, Ring, ThreadWorker, uninterrupted
 from helpers import ROOT, TempDirTestCase, children, held, run_script, write_rows
+from servers import Server
 
 N = 103
 
@@ -189,6 +190,64 @@ class TestBatches(LoaderTestCase):
       for r in rows: w.write({"b": r})
     self.ds = StreamingDataset(self.path("v"))
     for workers in (0, 2): self.assertEqual(sum((b["b"] for b in self.loader(4, num_workers=workers)), []), rows)
+
+class TestPace(LoaderTestCase):
+  def paced(self, loop_s:float, workers_s:float, own_s:float, jobs:int) -> list[bool]:
+    """Which of so many jobs a caller does itself, when the loop and a job by the workers and by itself take so long."""
+    now, out = 0.0, []
+    with mock.patch("extra.datasets.streaming.pool.time.perf_counter", lambda: now):
+      pace = Pace(16)
+      for _ in range(jobs):
+        out.append(pace(loop_s))
+        now += loop_s + (own_s if out[-1] else workers_s)
+    return out
+  def test_the_quicker_is_kept(self):
+    cycle = 4 * 16 + LONG * 16
+    for workers_s, own_s, kept in ((5, 3, True), (3, 5, False), (1.05, 1, False)):
+      got = self.paced(1e-6, workers_s * 1e-4, own_s * 1e-4, STEADY - 1 + 2 * cycle)
+      self.assertEqual(got, [False] * (STEADY - 1) + 2 * ([False] * 32 + [True] * 32 + [kept] * LONG * 16))
+  def test_a_loop_that_takes_its_time_has_its_batches_made_meanwhile(self):
+    self.assertNotIn(True, self.paced(2 * QUICK_S, 1, 1e-6, 1000))
+    pace = Pace(1)
+    got = [pace(0) for _ in range(STEADY + 3)]
+    self.assertEqual((got[-1], pace(1), [pace(0) for _ in range(STEADY - 1)]), (True, False, [False] * (STEADY - 1)))
+  def test_whoever_makes_them_the_batches_are_the_same(self):
+    rows = [os.urandom(1 << (i // 8)) for i in range(103)]             # batches outgrow their slots
+    with MDSWriter(out=self.path("v"), columns={"b": "bytes", "id": "int64"}, size_limit=5000) as w:
+      for i, r in enumerate(rows): w.write({"b": r, "id": i})
+    rng = np.random.default_rng(0)
+    with mock.patch("extra.datasets.streaming.pool.Pace", lambda turn: lambda away_s: rng.random() < 0.5):
+      for workers, tensors in ((0, False), (2, False), (0, True), (2, True)):
+        with self.subTest(workers=workers, tensors=tensors):
+          self.ds = StreamingDataset(self.path("d"), shuffle=True, shuffle_seed=5)
+          dl = self.loader(5, num_workers=workers, tensors=tensors, pad_last=True)
+          kept = [b for _ in range(2) for b in dl]
+          ids = [b["id"].tolist()[:int(b["mask"].sum().item())] for b in kept]
+          self.assertEqual((sum(ids[:21], []), sum(ids[21:], [])), (self.order(0), self.order(1)))
+          for b in kept: np.testing.assert_array_equal(b["x"].numpy() if tensors else b["x"], self.x[b["id"].tolist()])
+          self.ds = StreamingDataset(self.path("v"))
+          dl = self.loader(5, num_workers=workers, tensors=tensors)
+          for _ in range(2): self.assertEqual(sum((b["b"] for b in dl), []), rows[:100])
+          self.assertEqual(dl.stats()["samples"], 200)
+      os.remove(self.path("v", "shard.00003.mds"))                      # an error comes at its batch, and another pass comes to it again
+      for workers in (0, 2):
+        dl, counts = self.loader(1, num_workers=workers), []
+        for _ in range(2):
+          with self.assertRaisesRegex(FileNotFoundError, "shard.00003.mds"):
+            for b in dl: counts.append(b["id"].item())
+        self.assertEqual(counts, list(range(int(self.ds.offsets[3]))))
+  def test_neither_a_users_function_nor_a_server_is_waited_for_in_the_loops_thread(self):
+    dl = self.loader(10)
+    next(iter(dl))
+    self.assertIsNotNone(dl._engine.here)
+    for kw in ({"transform": add_noise}, {"batch_transform": batch_noise}, {"collate": lambda rows: rows[0]}):
+      next(iter(dl := self.loader(10, **kw)))
+      self.assertIsNone(dl._engine.here)
+    with Server(self.path("d")) as server:
+      self.ds = StreamingDataset(server.url, self.path("c"))
+      next(iter(dl := self.loader(10)))
+      self.assertIsNone(dl._engine.here)
+      dl.close()
 
 class TestPosition(LoaderTestCase):
   def test_state_is_json_and_small(self):
@@ -572,6 +631,51 @@ dl = StreamingDataLoader(ds, 10, num_workers=int(sys.argv[2]), tensors=False, wo
 it = iter(dl)
 next(it)
 """
+
+class TestCtrlC(LoaderTestCase):
+  def press(self): os.kill(os.getpid(), signal.SIGINT)
+  def test_it_is_put_off_whichever_thread_gets_it(self):
+    stop = threading.Event()
+    (other := threading.Thread(target=stop.wait)).start()
+    done = []
+    try:
+      with self.assertRaises(KeyboardInterrupt), uninterrupted():
+        with uninterrupted():
+          self.press()
+          done += [sum(range(100_000)) for _ in range(20)]
+        done.append("outer")
+      self.assertEqual(len(done), 21)
+      with self.assertRaises(KeyboardInterrupt):                        # and is as it was
+        self.press()
+        for _ in range(1000): sum(range(100_000))
+    finally:
+      stop.set()
+      other.join()
+  def test_in_a_start_and_in_a_close(self):
+    for workers in (0, 1):
+      for where, name in ((Ring, "take"), (Child, "close"), (ThreadWorker, "close")):
+        with self.subTest(workers=workers, where=where):
+          dl, want = self.loader(10, num_workers=workers), ids_of(self.loader(10))
+          ids = [b["id"].tolist() for _, b in zip(range(3), dl)]
+          real = getattr(where, name)
+          def pressed(*args):
+            self.press()
+            return real(*args)                                          # noqa: B023
+          with mock.patch.object(where, name, pressed), contextlib.suppress(KeyboardInterrupt):
+            dl.close()
+            ids.append(next(iter(dl))["id"].tolist())
+          self.assertEqual(ids + ids_of(dl), want)
+          dl.close()
+          self.assertEqual(children(), set())
+  def test_again_before_the_first_is_dealt_with(self):
+    dl, want = self.loader(10, num_workers=1), ids_of(self.loader(10))
+    ids = [next(iter(dl))["id"].tolist()]
+    def half_done():
+      dl._coming.popleft()
+      raise KeyboardInterrupt
+    with mock.patch.object(dl, "_advance", half_done), mock.patch.object(dl, "_move", mock.Mock(side_effect=KeyboardInterrupt)):
+      with self.assertRaises(KeyboardInterrupt): next(iter(dl))
+    self.assertEqual(ids + ids_of(dl), want)
 
 class TestProcesses(LoaderTestCase):
   def test_exit_with_live_iterators(self):

@@ -42,16 +42,14 @@ class UserError(RuntimeError):
 
 class Work:
   """All a worker needs to make a batch. Called with a job it returns (columns, bad samples), a column as (name, kind, where it is in the slot)."""
-  def __init__(self, ds:StreamingDataset, columns:tuple[str, ...]|None, transform, batch_transform, collate, seed:int, mask:bool, direct:bool,
-               before:list[int]):
+  def __init__(self, ds:StreamingDataset, columns:tuple[str, ...]|None, transform, batch_transform, collate, seed:int, mask:bool, direct:bool):
     self.ds, self.transform, self.batch_transform, self.collate, self.seed, self.mask = ds, transform, batch_transform, collate, seed, mask
     self.direct = direct   # values are handed over as they are, the slot is not used
-    self.before = before   # what the dataset has counted already, in the process that this is to work in
     self.plain = transform is None and batch_transform is None and collate is None
     self.parts = ds.on_bad_sample == "raise"  # else only the hash of a whole shard tells which samples are bad
     self.columns, self.read = columns, columns if self.plain else None
 
-  def counts(self) -> list[int]: return [now - before for now, before in zip(self.ds.counts(), self.before)]
+  def counts(self) -> list[int]: return self.ds.counts()
   def reopen(self): self.ds.reopen()
 
   def __call__(self, job:Job, mem:np.ndarray) -> tuple[list[tuple], list[tuple[int, str]]]:
@@ -207,28 +205,28 @@ class Follower:
   def close(self): self.fetcher.close()
 
 def follow_main(conn, payload, number:int, ring:Inherited):
-  tally = Tally(board(map_fd(ring.fd, 8 * COUNTS * (number + 1), 0, write=True))[number])
   follower = Follower(*load(payload))
+  tally = Tally(board(map_fd(ring.fd, 8 * COUNTS * (number + 1), 0, write=True))[number], follower.ds.counts)
   try:
     while True:
       at = conn.recv()
       while conn.poll(): at = conn.recv()
       follower.go(*at)
-      tally.set(follower.ds.counts())
+      tally.update()
       tally.row[HANDLED] += 1
   finally:
     follower.close()
-    tally.set(follower.ds.counts())
+    tally.update()
 
 class RemoteFollower:
   """A Follower in a process of its own, so that a busy training loop cannot starve it. Without it readers still fetch what they need."""
   def __init__(self, method:str, engine:Engine, *args):
     self.method, self.engine, self.payload, self.child, self.deaths = method, engine, dump(args, method), None, 0
-    self.counts = engine.ring.board[len(engine.workers)]
+    self.counts = engine.ring.board[-1]
   def go(self, epoch:int, position:int):
     if self.child is None:
       self.counts[HANDLED] = 0
-      self.child = Child(self.method, follow_main, self.payload, len(self.engine.workers), Inherited(self.engine.ring.fd))
+      self.child = Child(self.method, follow_main, self.payload, len(self.engine.ring.board) - 1, Inherited(self.engine.ring.fd))
       self.room = select.poll()
       self.room.register(self.child.conn, select.POLLOUT)
     if self.room.poll(0):  # a follower that is behind hears of the next position
@@ -414,7 +412,7 @@ class StreamingDataLoader:
   def _move(self, epoch:int, sample:int):
     """Stand at a position, with nothing in the making."""
     self.epoch, self.sample, self.start, self._pass = epoch, sample, sample, None
-    self.close()  # last: another Ctrl-C may come at its end
+    self.close()
 
   def _start(self):
     self._to = self._devices() if self.tensors else None
@@ -427,14 +425,20 @@ class StreamingDataLoader:
     here = self.num_workers == 0 or self._cold and self.method != "fork" and not any(self._user)
     self._engine = self._open(0 if here else self.num_workers)
     self._counts.use(self._engine)
+    self._fill()
 
   def _open(self, workers:int) -> Engine:
     direct = self.num_workers == 0 and not self.tensors
-    work = Work(self.ds, self.columns, *self._user, self.mix.seed, self.pad_last, direct, self.ds.counts() if workers == 0 else [0] * HANDLED)
+    work, own = (Work(self.ds, self.columns, *self._user, self.mix.seed, self.pad_last, d) for d in (direct, not self.tensors))
+    # what waits for a server or runs the user's functions may hang: never in the loop's own thread
+    here = own if work.plain and all(s.place is not None for s in self.ds.stores) else None
     if self.method == "forkserver":  # imports once for all processes to come. Not this package: it does not know our sys.path yet
       multiprocessing.set_forkserver_preload(["numpy", *(["requests"] if any(s.remote.kind == "http" for s in self.ds.stores) else [])])
     if self.method == "fork": importlib.import_module("numpy.ma")  # else numpy does in its time, and its lock held at the fork stays held
-    try: engine = Engine(work, workers, self.method, self.timeout, 0 if direct else self._slot_size())
+    try:
+      with uninterrupted():  # half an engine would be closed whenever it is collected
+        self._parts.append(engine := Engine(work, workers, self.method, self.timeout, 0 if direct else self._slot_size(), here))
+        return engine
     except (pickle.PicklingError, AttributeError, TypeError) as e:
       for name, fn in zip(("transform", "batch_transform", "collate"), self._user):
         try: pickle.dumps(fn)
@@ -442,8 +446,6 @@ class StreamingDataLoader:
           raise TypeError(f"{name}={fn!r} cannot be sent to worker processes ({e}): define it at the top of a module, "
                           'or use num_workers=0 or method="fork"') from None
       raise
-    self._parts.append(engine)
-    return engine
 
   def _go_on(self, epoch:int, sample:int) -> tuple[Engine, Follower|RemoteFollower]:
     """What follows a cold run's first batch: the workers, and fetching ahead from where that left the run."""
@@ -460,6 +462,7 @@ class StreamingDataLoader:
       self._parts.remove(first)
       first.close()
       self.ds.release()
+    self._fill()
 
   def _slot_size(self) -> int:
     sizes = [e.size or 64 for e in (self.ds.encodings[c] for c in self.columns or self.ds.encodings if c in self.ds.encodings)]
@@ -489,11 +492,12 @@ class StreamingDataLoader:
 
   def _next(self, current:"Pass") -> Any:
     if self._pass is None or self._pass() is not current: raise RuntimeError("this pass over the loader has ended, by an error or by a newer one")
+    if self._torn: self.close()
+    self._torn = True  # until this is done: a second Ctrl-C may come while the first is dealt with
     try:
       if self._engine is None: self._start()
       if self._rest is not None: self._settle()
-      self._fill()
-      self._counts.asked(ready=bool(self._handed) or self._coming[0][2] is None or self._engine.ready())
+      self._engine.back(self._counts.asked(ready=bool(self._handed) or self._coming[0][2] is None or self._engine.ready()))
       if not self._handed: self._advance()
       epoch, sample, ids, values = self._handed.popleft()
       # what is copied to a device is copied a step early, so that the copy overlaps the step
@@ -509,7 +513,7 @@ class StreamingDataLoader:
     except BaseException:
       self._move(self.epoch, self.sample)  # also after Ctrl-C in the middle of a message
       raise
-    self.epoch, self.sample = epoch, sample  # last of all: what Ctrl-C keeps from the loop comes again
+    self.epoch, self.sample, self._torn = epoch, sample, False  # last of all: what Ctrl-C keeps from the loop comes again
     if values is None: raise StopIteration
     return values
 
@@ -566,11 +570,13 @@ class StreamingDataLoader:
 
   def close(self):
     """Stop the workers. The position stays: another pass goes on from there."""
-    with uninterrupted(), contextlib.suppress(Exception):
-      if self._rest is not None: self._settle()
-    close_all(self._parts, self.ds)
-    self._counts.use(None)  # after what they have counted to their end
-    self._engine = self._ahead = self._rest = None
+    with uninterrupted():
+      with contextlib.suppress(Exception):
+        if self._rest is not None: self._settle()
+      close_all(self._parts, self.ds)
+      self._counts.use(None)  # after what they have counted to their end
+      self._engine = self._ahead = self._rest = None
+      self._torn = False
   def stats(self) -> dict[str, Any]:
     """What the loader did since it was made, see `stats.Stats`."""
     return self._counts.get()

@@ -11,6 +11,8 @@ from .remote import TICK, Stop
 ALIGN = 64        # tinygrad's CPU kernels load whole vectors: from_blob at an unaligned address crashes
 MAX_DEATHS = 3    # of one worker in a row
 NAME, NO_GUARD = "streaming-child", 117   # of our children; and the exit code of a child that would start children while it imports the user's script
+QUICK_S, STEADY = 1e-4, 8       # a caller that is back within QUICK_S, STEADY times in a row, does nothing in between
+LONG, MARGIN = 32, 1.1
 IN_FLIGHT = 16    # messages to a worker before it has answered: far fewer than a pipe holds
 libc, MADV_REMOVE = ctypes.CDLL(None), 9
 COUNTS = 8        # numbers that each process keeps in the ring's first pages, the last one the nanoseconds it was busy
@@ -62,9 +64,11 @@ class Ring:
     if not users: self.free.append(slot)
 
 class Tally:
-  """A process's row of the board. What one before it has left there stays counted."""
-  def __init__(self, row:np.ndarray): self.row, self.before = row, row.copy()
-  def set(self, now:list[int]): self.row[:len(now)] = self.before[:len(now)] + now
+  """A process's row of the board: what `counts` gives more from now on, and what a process before it has left there."""
+  def __init__(self, row:np.ndarray, counts:Callable[[], list[int]]):
+    self.row, self.counts = row, counts
+    self.before = row[:len(now := counts())] - now
+  def update(self): self.row[:len(self.before)] = self.before + self.counts()
 
 def board(mem:np.ndarray) -> np.ndarray: return mem.view(np.int64)[:len(mem) // 8 // COUNTS * COUNTS].reshape(-1, COUNTS)
 
@@ -107,10 +111,16 @@ def unpack_error(error:BaseException|tuple[bytes|None, bytes|None, str]) -> Base
 
 @contextlib.contextmanager
 def uninterrupted():
-  """Put Ctrl-C off until the end."""
-  masked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+  """Put Ctrl-C off until the end, for this thread and for processes it starts."""
+  came, masked = [], signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+  # a signal that is blocked here goes to another thread, a library's perhaps, and its handler runs in the main thread all the same
+  main, handler = threading.current_thread() is threading.main_thread(), signal.getsignal(signal.SIGINT)
+  if put_off := main and callable(handler): signal.signal(signal.SIGINT, lambda *args: came.append(args))
   try: yield
-  finally: signal.pthread_sigmask(signal.SIG_SETMASK, masked)
+  finally:
+    if put_off: signal.signal(signal.SIGINT, handler)
+    signal.pthread_sigmask(signal.SIG_SETMASK, masked)
+    if came: handler(*came[0])
 
 _starting = threading.Lock()
 @contextlib.contextmanager
@@ -200,23 +210,20 @@ def serve(work:Callable, job:Any, mem:np.ndarray, tally:Tally) -> tuple[str, Any
   except NeedRoom as e: return "room", e.args[0]
   except BaseException as e: return "error", e
   finally:
-    tally.set(work.counts())
+    tally.update()
     tally.row[-1] += time.perf_counter_ns() - start
 
 class ThreadWorker:
   """Makes batches in a background thread of this process."""
-  def __init__(self, work:Callable, ring:Ring):
-    self.inbox, self.outbox, self.stop, self.tally = queue.SimpleQueue(), queue.SimpleQueue(), Stop(), Tally(ring.board[0])
-    self.counts = work.counts
-    self.thread = threading.Thread(target=self._main, args=(work, self.inbox, self.outbox, self.stop, self.tally), name="streaming-loader",
-                                   daemon=True)
+  def __init__(self, work:Callable, tally:Tally):
+    self.inbox, self.outbox, self.stop = queue.SimpleQueue(), queue.SimpleQueue(), Stop()
+    self.thread = threading.Thread(target=self._main, args=(work, self.inbox, self.outbox, self.stop, tally), name="streaming-loader", daemon=True)
     self.thread.start()
   @staticmethod
   def _main(work, inbox, outbox, stop, tally):
     stop.bind()
     while (task := inbox.get()) is not None: outbox.put((task[0], *serve(work, task[1], task[2].mem, tally)))
   def send(self, seq:int, job:Any, slot:Slot): self.inbox.put((seq, job, slot))
-  def count(self): self.tally.set(self.counts())  # others in this process may have counted since the last batch
   def ready(self) -> bool: return not self.outbox.empty()
   def recv(self, timeout:float) -> tuple[int, str, Any]:
     deadline = time.monotonic() + timeout
@@ -231,8 +238,10 @@ class ThreadWorker:
 
 def worker_main(conn, payload, number:int, stacks, ring:Inherited):
   faulthandler.register(signal.SIGUSR1, stacks.fileno(), all_threads=True)
-  error, slots, tally = None, {}, Tally(board(map_fd(ring.fd, 8 * COUNTS * (number + 1), 0, write=True))[number])
-  try: work = load(payload)
+  error, slots = None, {}
+  try:
+    work = load(payload)
+    tally = Tally(board(map_fd(ring.fd, 8 * COUNTS * (number + 1), 0, write=True))[number], work.counts)
   except BaseException as e:
     error = RuntimeError(f"a worker process cannot load the loader's functions ({type(e).__name__}: {e}): define them at the top of a .py file that "
                          'can be imported, or use method="fork" or num_workers=0')
@@ -276,7 +285,6 @@ class ProcessWorker:
       _, data, slot = self.jobs[seq]
       slot.mem[:len(data)] = np.frombuffer(data, np.uint8)
       with contextlib.suppress(OSError): os.write(self.fd, HEAD.pack(seq, slot.offset, len(slot.mem), len(data)))  # recv sees a death
-  def count(self): pass  # done with each batch
   def ready(self) -> bool: return bool(self.got or self.poll.poll(0))
   def read(self) -> tuple[int, str, Any]:
     while len(self.got) < SIZE.size or len(self.got) < (end := SIZE.size + SIZE.unpack_from(self.got)[0]):
@@ -320,49 +328,82 @@ class ProcessWorker:
     self.child.close(wait_s)
     self.stacks.close()
 
+class Pace:
+  """
+  Whether a caller that does nothing between its jobs is served quicker by the workers or by doing them itself, as handing a small job over takes
+  longer than the job. Each is tried for two turns of `turn` jobs, of which the second counts, and the quicker is kept for LONG turns.
+  """
+  def __init__(self, turn:int): self.turn, self.quick, self.phase, self.here, self.took = turn, 0, 0, False, [0.0, 0.0]
+  def __call__(self, away_s:float) -> bool:
+    self.quick = self.quick + 1 if away_s < QUICK_S else 0
+    if self.quick < STEADY: return False
+    if self.quick == STEADY or not self.left:
+      now = time.perf_counter()
+      if self.quick > STEADY: self.took[self.here], self.phase = (now - self.since) / self.jobs, (self.phase + 1) % 5
+      self.here = (False, False, True, True, MARGIN * self.took[True] < self.took[False])[self.phase]
+      self.since, self.jobs = now, self.turn * (LONG if self.phase == 4 else 1)
+      self.left = self.jobs
+    self.left -= 1
+    return self.here
+
 class Engine:
   """
   Jobs in, batches out, in the order of the jobs whatever the workers do: `work(job, mem)` fills a slot and returns what is in it, and a job takes
-  `job.nbytes` at most when it is pickled. 0 workers are a thread, n are processes. It has no thread of its own. One row more of ring.board is for
-  another process of the caller's.
+  `job.nbytes` at most when it is pickled. 0 workers are a thread, n are processes; it has no thread of its own. A caller that has nothing else to do
+  may do jobs itself, by `here`. ring.board has a row for each worker, one for this process and, last, one for another of the caller's.
   """
-  def __init__(self, work:Callable, num_workers:int, method:str, timeout:float, nbytes:int):
+  def __init__(self, work:Callable, num_workers:int, method:str, timeout:float, nbytes:int, here:Callable|None):
     self.num_workers, self.timeout, self.nbytes, self.jobs, self.replies, self.seq = num_workers, timeout, nbytes, collections.deque(), {}, 0
-    self.ring = Ring(max(1, num_workers) + 1)
+    self.ring = Ring(num_workers + 2)
+    self.tally = Tally(self.ring.board[num_workers], work.counts)
+    self.here, self.pace = here, None if here is None else Pace(8 * max(2, 2 * num_workers))
+    self.keep, self.kept = False, collections.deque()  # jobs to be done here
     payload = dump(work, method) if num_workers else None
     self.workers:list = []
     self.close = weakref.finalize(self, Engine._close, self.workers)
     for i in range(num_workers): self.workers.append(ProcessWorker(i, method, payload, self.ring))
-    if not num_workers: self.workers.append(ThreadWorker(work, self.ring))
+    if not num_workers: self.workers.append(ThreadWorker(work, self.tally))
 
   @staticmethod
   def _close(workers:list):
-    for w in workers: w.hang_up()
-    deadline = time.monotonic() + 0.5
-    for w in workers: w.close(max(0, deadline - time.monotonic()))
+    with uninterrupted():
+      for w in workers: w.hang_up()
+      deadline = time.monotonic() + 0.5
+      while workers: workers.pop().close(max(0, deadline - time.monotonic()))
 
   def submit(self, job:Any):
     slot = self.ring.take(max(self.nbytes, job.nbytes))
     self.jobs.append((self.seq, job, slot))
-    self.workers[self.seq % len(self.workers)].send(*self.jobs[-1])
+    if self.keep: self.kept.append(self.jobs[-1])
+    else: self.worker(self.seq).send(*self.jobs[-1])
     self.seq += 1
+
+  def worker(self, seq:int) -> Any: return self.workers[seq % len(self.workers)]
+  def kept_next(self) -> bool: return bool(self.kept) and self.kept[0][0] == self.jobs[0][0]
+
+  def back(self, away_s:float):
+    """Tell how long the caller was away between its last job and its next."""
+    self.keep = self.pace is not None and self.pace(away_s)
+    while self.kept and not self.keep: self.worker(self.kept[0][0]).send(*self.kept.popleft())
 
   def counts(self) -> np.ndarray:
     """int64[COUNTS], what all processes have counted."""
-    for w in self.workers: w.count()
+    if not self.num_workers: self.tally.update()  # others in this process may have counted since the last batch
     return self.ring.board.sum(0)
 
   def ready(self) -> bool:
     """Whether next() would return at once, or nearly."""
-    return self.jobs[0][0] in self.replies or self.workers[self.jobs[0][0] % len(self.workers)].ready()
+    return (seq := self.jobs[0][0]) in self.replies or not self.kept_next() and self.worker(seq).ready()
 
   def next(self) -> tuple[Any, Slot, Any]:
     """The oldest job, its slot and what its work returned. Raises what made it fail."""
     seq, job, slot = self.jobs[0]
-    worker = self.workers[seq % len(self.workers)]
     while True:
+      if self.kept_next():
+        self.kept.popleft()
+        self.replies[seq] = serve(self.here, job, slot.mem, self.tally)
       while seq not in self.replies:
-        got, *reply = worker.recv(self.timeout)
+        got, *reply = self.worker(seq).recv(self.timeout)
         self.replies[got] = reply
       kind, value = self.replies.pop(seq)
       if kind == "error": raise unpack_error(value)
@@ -370,6 +411,6 @@ class Engine:
       self.ring.drop(slot)
       self.nbytes = max(self.nbytes, value + value // 4)
       slot = self.ring.take(self.nbytes)
-      worker.send(seq, job, slot)
+      self.worker(seq).send(seq, job, slot)
     self.jobs.popleft()
     return job, slot, value

@@ -29,13 +29,14 @@ class Stats:
     self.wait_s, self.hand_s = self.wait_s + waiting, self.hand_s + handing
     if self.starting: self.start_s, self.starting = self.start_s + waiting, False
 
-  def asked(self, ready:bool):
+  def asked(self, ready:bool) -> float:
+    """The loop asks for a batch. Returns the seconds since it got the last."""
     now = time.perf_counter()
-    if self.last is not None:
-      self.elapsed += now - self.last
-      if ready: self.idle_s += now - self.last
+    away = 0.0 if self.last is None else now - self.last
+    self.elapsed, self.last = self.elapsed + away, now
+    if ready: self.idle_s += away
     if self.epoch_start is None: self.epoch_start = (now, self.samples, self.wait_s)
-    self.last = now
+    return away
 
   def delivered(self, ids:np.ndarray|None):
     now = time.perf_counter()
