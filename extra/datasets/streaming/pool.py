@@ -1,7 +1,7 @@
 """Workers that make batches, and the memory they make them in: nothing here knows what a batch is."""
-import collections, contextlib, ctypes, faulthandler, math, mmap, multiprocessing, os, pickle, queue, select, signal, struct, sys, tempfile
+import collections, contextlib, ctypes, faulthandler, math, mmap, multiprocessing, os, pickle, queue, select, shutil, signal, struct, sys, tempfile
 import threading, time, traceback, weakref
-from multiprocessing import reduction, resource_tracker, spawn
+from multiprocessing import reduction, resource_tracker, spawn, util
 from multiprocessing.connection import wait
 from typing import Any, Callable
 import numpy as np
@@ -155,7 +155,8 @@ class Child:
     need_main = isinstance(payload, bytes) and b"main__" in payload and getattr(sys.modules["__main__"], "__file__", "") != "<stdin>"
     with quiet_start(need_main):
       ends = (*Child.ends, self.conn) if method == "fork" else ()
-      self.process = ctx.Process(target=child_main, name=NAME, args=(theirs, ends, target, payload, *args), daemon=True)
+      temp = util.get_temp_dir() if method == "forkserver" else None  # where the socket of multiprocessing's server is
+      self.process = ctx.Process(target=child_main, name=NAME, args=(theirs, ends, temp, target, payload, *args), daemon=True)
       try: self.process.start()
       except EOFError as e: raise RuntimeError(f"multiprocessing's {method}, which starts the workers, has ended; another pass starts it anew") from e
     theirs.close()
@@ -176,17 +177,22 @@ class Child:
     self.process.join()
     self.process.close()
 
-def child_main(conn, ends:tuple, target:Callable, payload:Any, *args):
+def child_main(conn, ends:tuple, temp:str|None, target:Callable, payload:Any, *args):
   signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's
   signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
   for c in ends: c.close()  # copied by fork: while a sibling holds one, its child would not see it close
   parent = multiprocessing.parent_process()
+  ended = os.pidfd_open(parent.pid) if temp and hasattr(os, "pidfd_open") else None
+  def tidy(wait_s:float|None):
+    """Remove what a parent that was killed could not."""
+    if wait([parent.sentinel], wait_s) and ended is not None and wait([ended], 0.5): shutil.rmtree(temp, ignore_errors=True)
   def watch():
-    wait([parent.sentinel])
+    tidy(None)
     os._exit(1)
   threading.Thread(target=watch, daemon=True).start()
   with contextlib.suppress(EOFError, ConnectionError):  # the parent closed its end
     target(conn, payload, *args)
+  if ended is not None: tidy(0.02)  # the descriptors of a process that is killed close one after the other
 
 def dump(payload:Any, method:str) -> Any:
   """What Child takes as payload: pickled here, so that what cannot be pickled is told before a process is started."""

@@ -11,7 +11,7 @@ class Stats:
   """
   `get()` gives, since the loader was made and for this rank:
   - `samples`, `batches`, `samples_per_second`; `streams`: samples delivered of each stream, by name
-  - `wait_s`: how long the loop waited for data; `idle_s`: how long data that was ready waited for the loop; `hand_s`: making Tensors
+  - `wait_s`: how long the loop waited for data; `idle_s`: how long data that was ready waited for the loop; `hand_s`: making Tensors and lists
   - `fetched_bytes`, `fetched_shards`, `hits` (shards found on this disk), `evicted`, over all processes of this loader
   - `ring_bytes`: memory of batches; `bad_samples`: how many were replaced; `bad`: the last of them, as (id, error)
   - `limit`: what holds the loader back: "loop" (the training itself, no waiting worth the name), "fetch", "decode" or "hand-off"
@@ -21,6 +21,7 @@ class Stats:
     self.first = np.array([int(loader.ds.offsets[i]) for i in loader.ds.first_shard])
     self.samples = self.batches = self.bad_count = 0
     self.wait_s = self.start_s = self.idle_s = self.hand_s = self.elapsed = 0.0
+    self.cuts:list[float] = []
     self.streams, self.bad = np.zeros(len(self.names), np.int64), []
     self.kept:tuple[np.ndarray, Any] = np.zeros(len(COUNTED), np.int64), None  # counts of engines that have ended, the engine at work
     self.last, self.epoch_start, self.starting = None, None, True
@@ -30,10 +31,11 @@ class Stats:
     if self.starting: self.start_s, self.starting = self.start_s + waiting, False
 
   def asked(self, ready:bool) -> float:
-    """The loop asks for a batch. Returns the seconds since it got the last."""
-    now = time.perf_counter()
-    away = 0.0 if self.last is None else now - self.last
-    self.elapsed, self.last = self.elapsed + away, now
+    """The loop asks for a batch. Returns the seconds it was away since it got the last, those left out in which it was cut texts of a batch."""
+    now, cut = time.perf_counter(), sum(self.cuts)
+    self.cuts.clear()
+    away = 0.0 if self.last is None else now - self.last - cut
+    self.elapsed, self.hand_s, self.last = self.elapsed + away + cut, self.hand_s + cut, now
     if ready: self.idle_s += away
     if self.epoch_start is None: self.epoch_start = (now, self.samples, self.wait_s)
     return away
