@@ -5,10 +5,9 @@ from typing import Any, Callable, Iterator, NamedTuple
 import numpy as np
 from .cache import Fetcher
 from .dataset import Ragged, StreamingDataset, cut
-from .format import map_fd
 from .mix import Mix
 from .partition import World, batches
-from .pool import ALIGN, COUNTS, MAX_DEATHS, Carver, Child, Engine, Inherited, NeedRoom, Slot, Tally, board, dump, load, uninterrupted
+from .pool import ALIGN, MAX_DEATHS, Carver, Child, Engine, Inherited, NeedRoom, Slot, Tally, board, dump, load, uninterrupted
 from .remote import RemoteError, results
 from .stats import Stats
 
@@ -206,7 +205,7 @@ class Follower:
 
 def follow_main(conn, payload, number:int, ring:Inherited):
   follower = Follower(*load(payload))
-  tally = Tally(board(map_fd(ring.fd, 8 * COUNTS * (number + 1), 0, write=True))[number], follower.ds.counts)
+  tally = Tally(board(ring.fd, number + 1)[number], follower.ds.counts)
   try:
     while True:
       at = conn.recv()

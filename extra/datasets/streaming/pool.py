@@ -34,7 +34,8 @@ class Ring:
       with tempfile.TemporaryFile() as f: self.fd = os.dup(f.fileno())
     self.close = weakref.finalize(self, os.close, self.fd)
     self.free, self.nbytes, self.end = collections.deque(), 0, 0  # free is filled by finalizers, in any thread: append and pop are atomic
-    self.board = board(self.take(8 * COUNTS * processes).mem)
+    self.take(8 * COUNTS * processes)  # the first pages, for good
+    self.board = board(self.fd, processes)
 
   def take(self, nbytes:int) -> Slot:
     """A free slot of at least `nbytes`. Raises MemoryError with the sizes when the machine has no room."""
@@ -70,7 +71,7 @@ class Tally:
     self.before = row[:len(now := counts())] - now
   def update(self): self.row[:len(self.before)] = self.before + self.counts()
 
-def board(mem:np.ndarray) -> np.ndarray: return mem.view(np.int64)[:len(mem) // 8 // COUNTS * COUNTS].reshape(-1, COUNTS)
+def board(fd:int, processes:int) -> np.ndarray: return map_fd(fd, 8 * COUNTS * processes, write=True).view(np.int64).reshape(processes, COUNTS)
 
 class NeedRoom(Exception):
   """A batch does not fit its slot: args are the bytes that it needs."""
@@ -247,7 +248,7 @@ def worker_main(conn, payload, number:int, stacks, ring:Inherited):
   error, slots = None, {}
   try:
     work = load(payload)
-    tally = Tally(board(map_fd(ring.fd, 8 * COUNTS * (number + 1), 0, write=True))[number], work.counts)
+    tally = Tally(board(ring.fd, number + 1)[number], work.counts)
   except BaseException as e:
     error = RuntimeError(f"a worker process cannot load the loader's functions ({type(e).__name__}: {e}): define them at the top of a .py file that "
                          'can be imported, or use method="fork" or num_workers=0')
