@@ -32,7 +32,7 @@ class Ring:
     if hasattr(os, "memfd_create"): self.fd = os.memfd_create("tinygrad-streaming", os.MFD_CLOEXEC)
     else:
       with tempfile.TemporaryFile() as f: self.fd = os.dup(f.fileno())
-    self.close = weakref.finalize(self, os.close, self.fd)
+    weakref.finalize(self, os.close, self.fd)
     self.free, self.nbytes, self.end = collections.deque(), 0, 0  # free is filled by finalizers, in any thread: append and pop are atomic
     self.take(8 * COUNTS * processes)  # the first pages, for good
     self.board = board(self.fd, processes)
@@ -224,12 +224,11 @@ class ThreadWorker:
   """Makes batches in a background thread of this process."""
   def __init__(self, work:Callable, tally:Tally):
     self.inbox, self.outbox, self.stop = queue.SimpleQueue(), queue.SimpleQueue(), Stop()
-    self.thread = threading.Thread(target=self._main, args=(work, self.inbox, self.outbox, self.stop, tally), name="streaming-loader", daemon=True)
+    self.thread = threading.Thread(target=self.main, args=(work, tally), name="streaming-loader", daemon=True)
     self.thread.start()
-  @staticmethod
-  def _main(work, inbox, outbox, stop, tally):
-    stop.bind()
-    while (task := inbox.get()) is not None: outbox.put((task[0], *serve(work, task[1], task[2].mem, tally)))
+  def main(self, work:Callable, tally:Tally):
+    self.stop.bind()
+    while (task := self.inbox.get()) is not None: self.outbox.put((task[0], *serve(work, task[1], task[2].mem, tally)))
   def send(self, seq:int, job:Any, slot:Slot): self.inbox.put((seq, job, slot))
   def ready(self) -> bool: return not self.outbox.empty()
   def recv(self, timeout:float) -> tuple[int, str, Any]:
