@@ -46,7 +46,7 @@ class Work:
     self.direct = direct   # values are handed over as they are, the slot is not used
     self.plain = transform is None and batch_transform is None and collate is None
     self.parts = ds.on_bad_sample == "raise"  # else only the hash of a whole shard tells which samples are bad
-    self.columns, self.read = columns, columns if self.plain else None
+    self.columns = columns
 
   def counts(self) -> list[int]: return self.ds.counts()
   def reopen(self): self.ds.reopen()
@@ -69,7 +69,7 @@ class Work:
     return layout
 
   def make(self, job:Job, new:Callable) -> dict[str, Any]:
-    if self.plain or not len(job.ids): return self.ds.raw(job.ids, self.read, new, job.sparse and self.parts, job.cold and self.parts, job.pos)
+    if self.plain or not len(job.ids): return self.read(job, new)
     if self.transform is None and self.collate is None: batch = self.columns_of(job)
     else:
       rows = self.samples(job)
@@ -83,9 +83,10 @@ class Work:
       batch = self.user("batch_transform", self.batch_transform, job, None, batch, self.rng(job.epoch, int(job.pos[0]), 1))
     return batch
 
-  def columns_of(self, job:Job) -> dict[str, Any]:
-    columns = self.ds.raw(job.ids, self.read, None, job.sparse and self.parts, job.cold and self.parts, job.pos)
-    return {k: v.tolist() if isinstance(v, Ragged) else v for k, v in columns.items()}
+  def read(self, job:Job, new:Callable|None=None) -> dict[str, Any]:
+    return self.ds.raw(job.ids, self.columns if self.plain else None, new, job.sparse and self.parts, job.cold and self.parts, job.pos)
+
+  def columns_of(self, job:Job) -> dict[str, Any]: return {k: v.tolist() if isinstance(v, Ragged) else v for k, v in self.read(job).items()}
 
   def samples(self, job:Job) -> list[dict[str, Any]]:
     columns = self.columns_of(job)
