@@ -22,6 +22,7 @@ META, DEBUG = ".streaming", int(os.getenv("DEBUG", "0") or 0)
 # bytes on disk, those on their way included; a stamp of the verified files (negative: only the size was checked); when it was last asked for
 ROW = np.dtype([("bytes", "<i8"), ("stamp", "<i8"), ("used", "<i8")])
 NEVER = np.iinfo(np.int64).max
+COUNTED = ("fetched_bytes", "fetched_shards", "hits", "evicted")
 AHEAD, SHARDS = 1 << 29, 64      # bytes and shards that a Fetcher goes ahead of what is in use
 UNLIMITED = (NEVER, 0.0)
 PAGE = 4096                    # bytes that a file system gives at a time
@@ -304,7 +305,7 @@ class Store:
       with contextlib.suppress(Busy, OSError): self.folder.reserve(self.table, None, 0, self.limit, self._evicted)   # for what it found
 
   def _init(self):
-    self._count, self._counts = threading.Lock(), dict.fromkeys(("fetched_bytes", "fetched_shards", "hits", "evicted"), 0)
+    self._count, self._counts = threading.Lock(), dict.fromkeys(COUNTED, 0)
     self._looked = False                                            # whether a head of a shard was seen to be the index's
   def __repr__(self) -> str: return f"Store({self.where!r}{'' if self.place else f', {self.root!r}'})"
   def __getstate__(self) -> dict: return {k: v for k, v in self.__dict__.items() if k not in ("_count", "_counts", "index", "folder", "table")}

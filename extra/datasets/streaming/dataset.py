@@ -2,7 +2,7 @@
 import bisect, collections, ctypes, threading, time
 from typing import Any, Callable, Sequence
 import numpy as np
-from .cache import DEBUG, Store, open_shards
+from .cache import COUNTED, DEBUG, Store, open_shards
 from .format import Encoding, FormatError, Shard, encoding, locate, memory
 from .mix import Mix, Source, Stream
 from .partition import World
@@ -200,7 +200,7 @@ class StreamingDataset:
   def counts(self) -> list[int]:
     """fetched_bytes, fetched_shards, hits and evicted of all that is cached, and the nanoseconds spent in opening shards, of this process."""
     per = [s.stats() for s in self.stores if s.place is None]
-    return [sum(p[k] for p in per) for k in ("fetched_bytes", "fetched_shards", "hits", "evicted")] + [self._opening]
+    return [sum(p[k] for p in per) for k in COUNTED] + [self._opening]
 
   def __getitem__(self, at:Any) -> Any:
     if isinstance(at, (int, np.integer)):

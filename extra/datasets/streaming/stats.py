@@ -2,10 +2,9 @@
 import threading, time, weakref
 from typing import Any
 import numpy as np
-from .cache import DEBUG
+from .cache import COUNTED, DEBUG
 from .mix import distinct
-
-COUNTED = ("fetched_bytes", "fetched_shards", "hits", "evicted", "opening_ns", "busy_ns")
+from .pool import COUNTS
 
 class Stats:
   """
@@ -18,12 +17,12 @@ class Stats:
   """
   def __init__(self, loader):
     self.loader, self.names = weakref.ref(loader), distinct([s.name for s in loader.ds.streams])
-    self.first = np.array([int(loader.ds.offsets[i]) for i in loader.ds.first_shard])
+    self.first = loader.ds.offsets[loader.ds.first_shard]
     self.samples = self.batches = self.bad_count = 0
     self.wait_s = self.start_s = self.idle_s = self.hand_s = self.elapsed = 0.0
     self.cuts:list[float] = []
     self.streams, self.bad = np.zeros(len(self.names), np.int64), []
-    self.kept:tuple[np.ndarray, Any] = np.zeros(len(COUNTED), np.int64), None  # counts of engines that have ended, the engine at work
+    self.kept:tuple[np.ndarray, Any] = np.zeros(COUNTS, np.int64), None  # counts of engines that have ended, the engine at work
     self.last, self.epoch_start, self.starting = None, None, True
 
   def spent(self, waiting:float, handing:float):
@@ -56,21 +55,21 @@ class Stats:
   def use(self, engine:Any):
     """From now on count what this engine does. None: the loader is closed."""
     past, last = self.kept
-    self.kept = past if last is None else past + self._board(last), engine
+    self.kept = past if last is None else past + last.counts(), engine
     self.starting = True
     if engine is None: self.last = None
-  def _board(self, engine) -> np.ndarray: return engine.counts()[[0, 1, 2, 3, 4, -1]]
 
   def get(self) -> dict[str, Any]:
     loader, (past, engine) = self.loader(), self.kept
-    counted = dict(zip(COUNTED, (past + (0 if engine is None else self._board(engine))).tolist()))
-    opening, busy = counted.pop("opening_ns") / 1e9, counted.pop("busy_ns") / 1e9
+    counts = (past if engine is None else past + engine.counts()).tolist()  # begins as ds.counts()
+    opening, busy = counts[len(COUNTED)] / 1e9, counts[-1] / 1e9
     spent = {"fetch": opening, "decode": busy - opening, "hand-off": self.hand_s * max(1, loader.num_workers if loader else 1)}
     # an engine's first batch waits for its processes, which nothing holds back later
     limit = "loop" if self.wait_s - self.start_s + self.hand_s < 0.05 * (self.elapsed - self.start_s) else max(spent, key=spent.__getitem__)
     return {"samples": self.samples, "batches": self.batches, "samples_per_second": self.samples / self.elapsed if self.elapsed else 0.0,
-            "wait_s": self.wait_s, "idle_s": self.idle_s, "hand_s": self.hand_s, **counted, "ring_bytes": 0 if engine is None else engine.ring.nbytes,
-            "bad_samples": self.bad_count, "bad": list(self.bad), "limit": limit, "streams": dict(zip(self.names, self.streams.tolist()))}
+            "wait_s": self.wait_s, "idle_s": self.idle_s, "hand_s": self.hand_s, **dict(zip(COUNTED, counts)),
+            "ring_bytes": 0 if engine is None else engine.ring.nbytes, "bad_samples": self.bad_count, "bad": list(self.bad), "limit": limit,
+            "streams": dict(zip(self.names, self.streams.tolist()))}
 
   def end_epoch(self, epoch:int):
     start, samples, wait = self.epoch_start or (time.perf_counter(), self.samples, self.wait_s)
