@@ -300,8 +300,9 @@ def at_once(fn:Callable, *args) -> Future:
   return f
 
 def schedule(mix:Mix, epoch:int, start:int, size:int, rank:int, ranks:int, drop_last:bool, rows:int|None,
-             cold:int) -> Iterator[tuple[int, int, Job|None]]:
-  """(epoch, position after the batch, job) from a position on, for ever; a job of None ends an epoch. Short batches are padded to `rows`."""
+             cold:bool) -> Iterator[tuple[int, int, Job|None]]:
+  """(epoch, position after the batch, job) from a position on, for ever; a job of None ends an epoch. Short batches are padded to `rows`. The first
+  job is `cold`."""
   coming:Future|None = None
   while True:
     plan, length = mix.plan(epoch) if coming is None else results([coming])[0], mix.length(epoch, whole=drop_last)
@@ -316,10 +317,10 @@ def schedule(mix:Mix, epoch:int, start:int, size:int, rank:int, ranks:int, drop_
       pos = real if rows is None else [x if len(x) == rows else np.resize(x if len(x) else a, rows) for x, a in zip(real, starts)]
       ids = np.split(plan.ids(np.concatenate(pos)), np.cumsum([len(x) for x in pos])[:-1])
       for a, r, x, i in zip(starts, real, pos, ids):
-        yield epoch, min(a + size, length), Job(epoch, a, x, i, len(r), cold > 0, sparse)
-        cold -= 1
-    yield epoch + 1, 0, None
+        yield epoch, min(a + size, length), Job(epoch, a, x, i, len(r), cold, sparse)
+        cold = False
     epoch, start = epoch + 1, 0
+    yield epoch, start, None
 
 def close_all(parts:list, ds:StreamingDataset):
   with uninterrupted():
@@ -422,7 +423,7 @@ class StreamingDataLoader:
     self._to = self._devices() if self.tensors else None
     self._coming, self._handed = collections.deque(), collections.deque()
     self._schedule = schedule(self.mix, self.epoch, self.sample, self.batch_size, self.rank, self.ranks, self.drop_last,
-                              self.rows if self.pad_last else None, cold=1)
+                              self.rows if self.pad_last else None, cold=True)
     # a cold run's first batch comes alone and by parts of shards, here where no user's function is to run elsewhere: what takes longer, the processes
     # and whole shards, comes after it
     self._cold = any(store.place is None for store in self.ds.stores)
