@@ -196,6 +196,10 @@ class StreamingDataset:
     """The store of a shard, and its number there."""
     stream = bisect.bisect_right(self.first_shard, number) - 1
     return self.stores[stream], number - self.first_shard[stream]
+  def places(self, number:np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The streams of shards, int64[n], and their numbers there."""
+    stream = np.searchsorted(self.first_shard, number, "right") - 1
+    return stream, number - np.array(self.first_shard)[stream]
 
   def counts(self) -> list[int]:
     """fetched_bytes, fetched_shards, hits and evicted of all that is cached, and the nanoseconds spent in opening shards, of this process."""
@@ -251,9 +255,8 @@ class StreamingDataset:
 
   def _origin(self, ids:np.ndarray, pos:np.ndarray|None=None) -> dict[str, np.ndarray]:
     number = self.offsets.searchsorted(ids, "right") - 1
-    stream = np.searchsorted(self.first_shard, number, "right") - 1
-    out = dict(zip(ORIGIN, (stream, number - np.array(self.first_shard)[stream], ids - self.offsets[number], None if pos is None else pos.copy())))
-    return {k: v for k, v in out.items() if v is not None}
+    out = dict(zip(ORIGIN, (*self.places(number), ids - self.offsets[number])))
+    return out if pos is None else out | {"_position": pos.copy()}
 
   def other(self, i:int, *key:int) -> int:
     """Another sample of the stream of sample `i`, drawn by `key`."""

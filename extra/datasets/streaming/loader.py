@@ -198,8 +198,7 @@ class Follower:
       now = self.then if self.epoch == epoch - 1 else pieces(self.mix, epoch, *self.share)
       self.then = pieces(self.mix, epoch + 1, *self.share)
       shard, lo, hi, count = np.concatenate([now, self.then + np.array([[0], [1], [1], [0]]) * self.mix.plan(epoch).length], axis=1)
-      store = np.searchsorted(self.ds.first_shard, shard, "right") - 1
-      self.fetcher.feed(store, shard - np.array(self.ds.first_shard)[store], lo, hi, count if self.ds.on_bad_sample == "raise" else None, position)
+      self.fetcher.feed(*self.ds.places(shard), lo, hi, count if self.ds.on_bad_sample == "raise" else None, position)
       self.epoch = epoch
     self.fetcher.advance(position)
   def close(self): self.fetcher.close()
@@ -394,13 +393,13 @@ class StreamingDataLoader:
   def _check_room(self):
     """Warn where a cache has no room for what one shuffle window reads at a time: nearly every sample would fetch its shard anew."""
     shard, lo, hi, count = pieces(self.mix, 0, self.batch_size, self.rank, self.ranks)
-    store = np.searchsorted(self.ds.first_shard, shard, "right") - 1
+    store, shard = self.ds.places(shard)
     for root in {s.root for s in self.ds.stores if s.limited}:
       need, limit = 0, min(s.limit[0] for s in self.ds.stores if s.limited and s.root == root)
       for i, s in enumerate(self.ds.stores):
         if not s.limited or s.root != root: continue
-        mine = np.flatnonzero(store == i)
-        k = shard[mine] - self.ds.first_shard[i]
+        mine = store == i
+        k = shard[mine]
         size = np.where(2 * count[mine] <= s.index.samples[k], 0, s.index.raw_size[k])  # of a shard that is used little only rows are fetched
         need += most_at_once(lo[mine], hi[mine], size)
       if need > limit:
