@@ -499,7 +499,7 @@ class Store:
     return self.paths(shard, lambda paths: self._map(shard, paths))
 
   # some rows of a shard
-  def part(self, shard:int, rows:np.ndarray, urgent:bool=False, map=map) -> Shard|None:  # noqa: A002
+  def part(self, shard:int, rows:np.ndarray, urgent:bool=False, each:Callable=map) -> Shard|None:
     """A shard mapped with its head and at least `rows` (int64[n]) present, fetched by ranges. None when the whole shard is on this disk or (unless
     `urgent`) on its way, or is better fetched whole: it is compressed or in two files, most of it would be present, or the remote has no ranges."""
     raw, zipped, _ = self.index.files(shard)
@@ -507,12 +507,12 @@ class Store:
     if self.remote.kind == "file" or zipped or len(raw) > 1 or not self.ranges or 2 * len(rows) > self.index.samples[shard]: return None
     if self._stamp(raw, self._local(raw)): return None
     path, schema = self.folder.part(self.table, shard), self.index.schemas[self.index.schema[shard]]
-    if urgent and all(schema.sizes) and not os.path.exists(path): return self._early(shard, schema, raw[0], rows, map)
+    if urgent and all(schema.sizes) and not os.path.exists(path): return self._early(shard, schema, raw[0], rows, each)
     with self.folder.lock(f"{self.table}.{shard}", wait=False) as idle:
       if not idle and not urgent: return None
     with self.folder.lock(f"{self.table}.{shard}.part"):
       try:
-        if not self._rows(path, shard, raw[0], rows, map): return None
+        if not self._rows(path, shard, raw[0], rows, each): return None
         (mapped := self._map(shard, (path,))).partial = True
         return mapped
       except Busy: return None
@@ -521,7 +521,7 @@ class Store:
       remove(path, path + ".rows")
     return None
 
-  def _early(self, shard:int, schema:Schema, file:File, rows:np.ndarray, map) -> Shard|None:  # noqa: A002
+  def _early(self, shard:int, schema:Schema, file:File, rows:np.ndarray, each:Callable) -> Shard|None:
     """Rows of one size in memory alone, with no more than a request for each: what a file for them takes, and the shard's head, comes to as much.
     The head of the first shard alone is looked at, as who writes a dataset anew under a cached index writes all of it."""
     n, size, where = int(self.index.samples[shard]), sum(schema.sizes), f"{self.where}: shard {shard}"
@@ -531,7 +531,7 @@ class Store:
       data = np.frombuffer(mmap.mmap(-1, file.size, mmap.MAP_PRIVATE), np.uint8)  # takes memory where it is written to
       runs = [(first + int(rows[a]) * size, first + int(rows[b] + 1) * size) for a, b in coalesce(rows * size, (rows + 1) * size)]
       if look: runs.append((0, first))
-      for (a, b), got in zip(runs, map(lambda run: self._range(file, *run), runs)): data[a:b] = np.frombuffer(got, np.uint8)
+      for (a, b), got in zip(runs, each(lambda run: self._range(file, *run), runs)): data[a:b] = np.frombuffer(got, np.uint8)
       data.flags.writeable = False
       if not look: return Shard.of_rows(data, schema, n, where)
       (whole := Shard((data,), schema, n, where)).partial = True
@@ -540,7 +540,7 @@ class Store:
     except (OSError, FormatError): pass                             # fetching the whole shard heals it, or tells why not
     return None
 
-  def _rows(self, path:str, shard:int, file:File, rows:np.ndarray, map) -> bool:  # noqa: A002
+  def _rows(self, path:str, shard:int, file:File, rows:np.ndarray, each:Callable) -> bool:
     """Bring rows into the sparse file at `path`; under the lock of the part. Beside it is a checksum for each row that is present, 0 for the others;
     a row that does not have it is fetched again."""
     n = int(self.index.samples[shard])
@@ -564,7 +564,7 @@ class Store:
       # a row takes whole pages, as do the head and the file of checksums, twice while it is written
       need = PAGE * sum((b - 1) // PAGE - a // PAGE + 1 for a, b in [*spans, (0, int(off[0])), (0, 4 * n), (0, 4 * n)])
       self.folder.reserve(self.table, shard, need, self.limit, self._evicted, more=True)
-      self._fill(f, file, spans, map)
+      self._fill(f, file, spans, each)
       if fresh: self._map(shard, (path,))                           # checks the head
       for a, b in runs:
         for r in range(want[a], want[b] + 1): have[r] = checksum(r)
@@ -593,8 +593,8 @@ class Store:
     data = self.remote.read_range(self.prefix + file.name, start, stop, file.size)
     self._add(fetched_bytes=len(data))
     return data
-  def _fill(self, f, file:File, spans:list[tuple[int, int]], map=map):  # noqa: A002
-    for (a, _), data in zip(spans, map(lambda span: self._range(file, *span), spans)):
+  def _fill(self, f, file:File, spans:list[tuple[int, int]], each:Callable=map):
+    for (a, _), data in zip(spans, each(lambda span: self._range(file, *span), spans)):
       f.seek(a)
       f.write(data)
     f.flush()
@@ -621,9 +621,9 @@ def bounded(threads:int) -> int:
 def open_shards(wants:list[tuple[Store, int, np.ndarray|None]], urgent:bool=False) -> list[Shard]:
   """Map many shards at once, those that are not on this disk fetched in parallel: (store, shard, rows) with the rows wanted, int64[n], where a
   part of the shard will do, None for the whole. A part must not be kept for other rows; `urgent` as for Store.part()."""
-  def one(want, map=map) -> Shard:  # noqa: A002
+  def one(want, each:Callable=map) -> Shard:
     store, shard, rows = want
-    return rows is not None and store.part(shard, rows, urgent, map) or store.open(shard)
+    return rows is not None and store.part(shard, rows, urgent, each) or store.open(shard)
   if len(wants) == 1 or all(store.has(shard) for store, shard, _ in wants): return [one(want) for want in wants]
   threads = bounded(64)
   with Pool(threads, "streaming-open") as shards, Pool(threads, "streaming-range") as ranges:
