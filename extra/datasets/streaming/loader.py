@@ -7,7 +7,7 @@ from .cache import Fetcher
 from .dataset import Ragged, StreamingDataset, cut
 from .mix import Mix
 from .partition import World, batches
-from .pool import ALIGN, MAX_DEATHS, Carver, Child, Engine, Inherited, NeedRoom, Slot, Tally, board, dump, load, uninterrupted
+from .pool import ALIGN, MAX_DEATHS, Carver, Child, Engine, Inherited, NeedRoom, Ring, Slot, Tally, board, dump, load, uninterrupted
 from .remote import RemoteError, results
 from .stats import Stats
 
@@ -219,13 +219,12 @@ def follow_main(conn, payload, number:int, ring:Inherited):
 
 class RemoteFollower:
   """A Follower in a process of its own, so that a busy training loop cannot starve it. Without it readers still fetch what they need."""
-  def __init__(self, method:str, engine:Engine, *args):
-    self.method, self.engine, self.payload, self.child, self.deaths = method, engine, dump(args, method), None, 0
-    self.counts = engine.ring.board[-1]
+  def __init__(self, method:str, ring:Ring, *args):
+    self.method, self.ring, self.counts, self.payload, self.child, self.deaths = method, ring, ring.board[-1], dump(args, method), None, 0
   def go(self, epoch:int, position:int):
     if self.child is None:
       self.counts[HANDLED] = 0
-      self.child = Child(self.method, follow_main, self.payload, len(self.engine.ring.board) - 1, Inherited(self.engine.ring.fd))
+      self.child = Child(self.method, follow_main, self.payload, len(self.ring.board) - 1, Inherited(self.ring.fd))
       self.room = select.poll()
       self.room.register(self.child.conn, select.POLLOUT)
     if self.room.poll(0):  # a follower that is behind hears of the next position
@@ -455,7 +454,7 @@ class StreamingDataLoader:
     """What follows a cold run's first batch: the workers, and fetching ahead from where that left the run."""
     engine = self._engine if self._engine.num_workers == self.num_workers else self._open(self.num_workers)
     args = (self.ds, self.mix.lanes, self.mix.seed, self.mix.unit, (self.batch_size, self.rank, self.ranks))
-    self._parts.append(ahead := RemoteFollower(self.method, engine, *args) if self.num_workers else Follower(*args))
+    self._parts.append(ahead := RemoteFollower(self.method, engine.ring, *args) if self.num_workers else Follower(*args))
     ahead.go(epoch, sample)
     return engine, ahead
 
