@@ -459,7 +459,9 @@ class StreamingDataLoader:
     return engine, ahead
 
   def _settle(self):
-    first, [(self._engine, self._ahead)], self._rest = self._engine, results([self._rest]), None
+    first = self._engine
+    self._engine, self._ahead = results([self._rest])[0]
+    self._rest = None
     if self._engine is not first:
       self._counts.use(self._engine)
       self._parts.remove(first)
@@ -488,10 +490,11 @@ class StreamingDataLoader:
       self._handed.append((epoch, sample, job.ids[:job.real], self._hand(slot, layout)))
       self._counts.spent(got - start, time.perf_counter() - got)
     self._coming.popleft()
-    if not self._cold: self._fill()
-    # in a thread of its own the start of processes keeps nobody waiting, but fork would copy it alone and whatever locks the others hold
-    else: self._rest = (at_once if self.method == "fork" else aside)(self._go_on, epoch, sample)
-    self._cold = False
+    if self._cold:
+      # in a thread of its own the start of processes keeps nobody waiting, but fork would copy it alone and whatever locks the others hold
+      self._rest = (at_once if self.method == "fork" else aside)(self._go_on, epoch, sample)
+      self._cold = False
+    else: self._fill()
 
   def _next(self, current:"Pass") -> Any:
     if self._pass is None or self._pass() is not current: raise RuntimeError("this pass over the loader has ended, by an error or by a newer one")
