@@ -381,6 +381,9 @@ class Store:
     if self.limit != UNLIMITED: self.folder.row(self.table, shard, time.time_ns())
     return paths
 
+  def thin(self, shard:Any, count:Any) -> Any:
+    """Whether `count` samples of a shard, or of each of many, are so few that it is not worth the whole."""
+    return 2 * count <= self.index.samples[shard]
   @property
   def limited(self) -> bool: return self.place is None and self.limit != UNLIMITED
   def has(self, shard:int) -> bool:
@@ -504,7 +507,7 @@ class Store:
     `urgent`) on its way, or is better fetched whole: it is compressed or in two files, most of it would be present, or the remote has no ranges."""
     raw, zipped, _ = self.index.files(shard)
     rows = np.unique(rows).astype(np.int64)
-    if self.remote.kind == "file" or zipped or len(raw) > 1 or not self.ranges or 2 * len(rows) > self.index.samples[shard]: return None
+    if self.remote.kind == "file" or zipped or len(raw) > 1 or not self.ranges or not self.thin(shard, len(rows)): return None
     if self._stamp(raw, self._local(raw)): return None
     path, schema = self.folder.part(self.table, shard), self.index.schemas[self.index.schema[shard]]
     if urgent and all(schema.sizes) and not os.path.exists(path): return self._early(shard, schema, raw[0], rows, each)
@@ -557,7 +560,7 @@ class Store:
         for r in rows[have[rows] > 0].tolist():
           if checksum(r) != have[r]: have[r] = 0
       want = rows[have[rows] == 0]
-      if 2 * (np.count_nonzero(have) + len(want)) > n: return False
+      if not self.thin(shard, np.count_nonzero(have) + len(want)): return False
       runs = coalesce(off[want], off[want + 1]) if len(want) else []
       spans += [(int(off[want[a]]), int(off[want[b] + 1])) for a, b in runs]
       if not spans: return True
@@ -656,7 +659,7 @@ class Fetcher:
     runs, positions = contextlib.ExitStack(), []
     for i, s in enumerate(self.stores):
       mine = store == i
-      if count is not None: thin[mine] = 2 * count[order][mine] <= s.index.samples[shard[mine]]
+      if count is not None: thin[mine] = s.thin(shard[mine], count[order][mine])
       sizes[mine] = np.where(thin[mine], 0, s.index.raw_size[shard[mine]])
       if s.limited: positions.append(runs.enter_context(s.folder.run(s.table, position, shard[mine], lo[mine], hi[mine])))
     self.runs.close()

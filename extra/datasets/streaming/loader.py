@@ -399,7 +399,7 @@ class StreamingDataLoader:
         if not s.limited or s.root != root: continue
         mine = store == i
         k = shard[mine]
-        size = np.where(2 * count[mine] <= s.index.samples[k], 0, s.index.raw_size[k])  # of a shard that is used little only rows are fetched
+        size = np.where(s.thin(k, count[mine]), 0, s.index.raw_size[k])  # of a shard that is used little only rows are fetched
         need += most_at_once(lo[mine], hi[mine], size)
       if need > limit:
         block = min(self.mix.state()["shuffle_block_size"], self.mix.length(0) // self.mix.lanes)
