@@ -72,8 +72,7 @@ class Stats:
             "streams": dict(zip(self.names, self.streams.tolist()))}
 
   def end_epoch(self, epoch:int):
-    start, samples, wait = self.epoch_start or (time.perf_counter(), self.samples, self.wait_s)
-    self.epoch_start = None
+    (start, samples, wait), self.epoch_start = self.epoch_start, None
     if DEBUG < 1: return
     took, s = max(1e-9, time.perf_counter() - start), self.get()
     print(f"streaming: epoch {epoch}: {self.samples - samples} samples in {took:.1f} s ({(self.samples - samples) / took:,.0f}/s), waited "
