@@ -10,6 +10,7 @@ from .remote import Pool
 from .shuffle import hash64
 
 MAX_MAPPED = 1024   # shards kept mapped at once; a mapping holds no descriptor
+SEED = 9176         # a loader takes another from a state, unless the dataset was given its own
 PART = 1 << 20      # bytes of a shard from which on a part of it may be fetched: a smaller one comes as quickly whole
 ORIGIN = ("_stream", "_shard", "_index", "_position")
 SMALL = 1 << 15     # bytes of a value up to which one vectorised copy of all rows is quicker than a memmove a row
@@ -81,7 +82,7 @@ class StreamingDataset:
   Raises ValueError, FormatError or RemoteError naming the stream, the shard and what to do.
   """
   def __init__(self, remote:str|None=None, local:str|None=None, *, streams:Sequence[Stream]|None=None, split:str|None=None,
-               columns:Sequence[str]|None=None, shuffle:bool=False, shuffle_algo:str="py1e", shuffle_seed:int=9176,
+               columns:Sequence[str]|None=None, shuffle:bool=False, shuffle_algo:str="py1e", shuffle_seed:int=SEED,
                shuffle_block_size:int|None=None, num_canonical_nodes:int|None=None, epoch_size:int|str|None=None,
                sampling_method:str="balanced", sampling_granularity:int|str=1, batching_method:str="random", cache_limit:int|str|None=None,
                download_retry:int=2, download_timeout:float=60, validate_hash:bool=True, keep_zip:bool=False, decode:bool=True,

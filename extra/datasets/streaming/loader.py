@@ -4,7 +4,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Callable, Iterator, NamedTuple
 import numpy as np
 from .cache import Fetcher
-from .dataset import Ragged, StreamingDataset, cut
+from .dataset import SEED, Ragged, StreamingDataset, cut
 from .mix import Mix
 from .partition import World, batches
 from .pool import ALIGN, MAX_DEATHS, Carver, Child, Engine, Inherited, NeedRoom, Ring, Slot, Tally, board, dump, load, uninterrupted
@@ -12,7 +12,6 @@ from .remote import RemoteError, results
 from .stats import Stats
 
 STATE_VERSION = 1
-SEED = 9176       # the dataset's default seed gives way to a state's
 REPLACEMENTS = 16 # other samples that are tried in place of a bad one
 HANDLED = 5       # where the follower counts the positions that it was told of, after what all processes count
 
