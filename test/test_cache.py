@@ -727,6 +727,7 @@ class TestPart(CacheCase):
     self.assertEqual(os.listdir(self.path("c", ".streaming", "parts")), [])
 
 class TestCoalesce(unittest.TestCase):
+  def test_nothing(self): self.assertEqual(coalesce(*np.empty((2, 0), np.int64)), [])
   @given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 40)), min_size=1, max_size=30))
   @settings(deadline=None)
   def test_bounds(self, steps):

@@ -143,6 +143,16 @@ class TestBatches(LoaderTestCase):
     got = [[b["id"].tolist() for b in self.loader(7, world=World(r, 7, r, 7), drop_last=False)] for r in range(7)]
     self.assertEqual([len(g) for g in got], [1] * 7)
     self.assertEqual(sum((g[0] for g in got), []), [0, 1])
+    one, no = (next(r for r in range(7) if len(got[r][0]) == n) for n in (1, 0))
+    for kw in ({}, {"transform": strings}, {"transform": add_noise}, {"batch_transform": batch_noise},
+               {"collate": lambda rows: {"id": [0], "o": [None]}}, {"transform": add_noise, "columns": ("y", "u")}):
+      some, none = (next(iter(self.loader(7, world=World(r, 7, r, 7), drop_last=False, **kw))) for r in (one, no))
+      if isinstance(some, dict):                                       # without a row there are the same columns
+        self.assertEqual(list(some), list(none))
+        some, none = some.values(), none.values()
+      for a, b in zip(some, none, strict=True):
+        self.assertEqual((type(a), len(a), len(b)), (type(b), 1, 0))
+        if isinstance(a, np.ndarray): self.assertEqual((a.dtype, a.shape[1:]), (b.dtype, b.shape[1:]))
 
   def test_varying_columns(self):
     rows = [{"b": os.urandom(i * 7 % 50), "s": "ü" * i, "j": [i, {"k": None}], "n": i} for i in range(40)]
@@ -573,6 +583,16 @@ class TestErrors(LoaderTestCase):
         for w in dl._engine.workers: os.kill(w.child.process.pid, signal.SIGKILL)
     self.assertEqual(got, ids_of(self.loader(2)))
 
+  def test_a_worker_that_cannot_be_replaced(self):
+    dl, want = self.loader(2, num_workers=2), ids_of(self.loader(2))
+    got = [b["id"].tolist() for _, b in zip(range(3), dl)]
+    with mock.patch.object(ProcessWorker, "start", mock.Mock(side_effect=BlockingIOError("no more processes"))):
+      for w in dl._engine.workers: os.kill(w.child.process.pid, signal.SIGKILL)
+      with self.assertRaisesRegex(BlockingIOError, "no more processes"):
+        for b in dl: got.append(b["id"].tolist())
+    self.assertEqual(children(), set())
+    self.assertEqual(got + ids_of(dl), want)
+
   def test_hang(self):
     self.ds = StreamingDataset(self.path("d"))
     with self.assertRaisesRegex(TimeoutError, "(?s)loader worker.*position 0.*in hang"): list(self.loader(num_workers=1, transform=hang, timeout=1))
@@ -634,6 +654,26 @@ ds = StreamingDataset(sys.argv[1], shuffle=True)
 dl = StreamingDataLoader(ds, 10, num_workers=int(sys.argv[2]), tensors=False, world=World(), method=sys.argv[3])
 it = iter(dl)
 next(it)
+"""
+
+RANK = """
+import multiprocessing, os, signal, sys
+from extra.datasets.streaming import StreamingDataLoader, StreamingDataset
+def rank(path, conn):
+  dl = StreamingDataLoader(StreamingDataset(path), 4, tensors=False, num_workers=1)
+  next(iter(dl))
+  conn.send(dl._engine.workers[0].child.process.pid)
+  signal.pause()
+if __name__ == "__main__":
+  ctx = multiprocessing.get_context("forkserver")
+  with ctx.Pool(1) as pool: pool.apply(os.getpid)                      # the launcher has its socket before the rank is made
+  conn, theirs = ctx.Pipe()
+  (p := ctx.Process(target=rank, args=(sys.argv[1], theirs))).start()
+  worker = os.pidfd_open(conn.recv())
+  p.kill()
+  p.join()
+  multiprocessing.connection.wait([worker], 10)
+  with ctx.Pool(1) as pool: print("another", pool.apply(os.getpid) > 0)
 """
 
 class TestCtrlC(LoaderTestCase):
@@ -705,6 +745,10 @@ class TestProcesses(LoaderTestCase):
           self.addCleanup(os.close, fd)
           self.assertTrue(select.select([fd], [], [], 2)[0], f"{method} worker {pid} lives on")
       self.assertEqual(os.listdir(self.path("t")), [])
+
+  def test_a_rank_killed(self):
+    r = run_script(RANK, self.path("d"))
+    self.assertEqual((r.stdout, r.stderr), ("another True\n", ""))
 
   def test_ctrl_c(self):
     code = SCRIPT + "print('go', flush=True)\nwhile True: list(dl)"

@@ -355,6 +355,11 @@ class TestHTTP(Kinds, DataCase):
     self.always(Fault(status=403))
     with self.assertRaisesRegex(RemoteError, "PUT .*/x: 403"): self.remote.put(self.path("data"), "x")
 
+  def test_a_put_that_fails_leaves_nothing(self):
+    with mock.patch("extra.datasets.streaming.remote.os.replace", mock.Mock(side_effect=OSError(28, "No space left on device"))):
+      with self.assertRaisesRegex(OSError, "No space"): Remote(self.path("to")).put(self.path("data"), "x")
+    self.assertEqual(os.listdir(self.path("to")), [])
+
 class TestImports(unittest.TestCase):
   def test_lazy(self):
     done = run_script("import sys\nfrom extra.datasets.streaming import remote\n"

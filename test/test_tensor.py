@@ -4,6 +4,8 @@ import numpy as np
 from tinygrad import Device, Tensor, TinyJit, dtypes
 from tinygrad.nn.state import safe_save
 from extra.datasets.streaming import MDSWriter, StreamingDataLoader, StreamingDataset, World, load_checkpoint, save_checkpoint
+from extra.datasets.streaming.loader import UserError
+from extra.datasets.streaming.pool import Engine
 from helpers import TempDirTestCase, run_script, write_rows
 
 class TensorTestCase(TempDirTestCase):
@@ -58,6 +60,18 @@ class TestHandOff(TensorTestCase):
       self.assertEqual(dl.state_dict()["sample_in_epoch"], 10 * len(seen))  # what is on the device early is not delivered yet
     (new := self.loader()).load_state_dict(dl.state_dict())
     for a, b in zip(it, new, strict=True): self.assertEqual(a["id"].tolist(), b["id"].tolist())
+
+  def test_an_error_met_early_comes_at_its_batch(self):
+    def fail_at_30(sample, rng):
+      if sample["id"] == 30: raise ValueError("thirty")
+      return sample
+    self.ds = StreamingDataset(self.path("d"))
+    dl, got = self.loader(device="CPU:1", transform=fail_at_30), []
+    with mock.patch.object(Engine, "ready", lambda self: True):        # each batch is on the device a step early
+      for _ in range(2):
+        with self.assertRaisesRegex(UserError, "thirty"):
+          for b in dl: got.append(b["id"].tolist())
+        self.assertEqual((got, dl.state_dict()["sample_in_epoch"]), ([list(range(i, i + 10)) for i in (0, 10, 20)], 30))
 
   def test_no_rows(self):
     dl = [self.loader(50, world=World(r, 50, r, 50), drop_last=False) for r in range(50)]

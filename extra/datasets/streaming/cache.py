@@ -113,14 +113,14 @@ class Folder:
         os.replace(f"{path}.new", path)
     same(self.root, was, self.remote)
 
-  def sweep(self):
-    """Remove what dead processes left."""
-    with self.mutex():
-      for name in ("locks", "tmp", "runs"):
+  def sweep(self, wait:bool=True):
+    """Remove what dead processes left. Without `wait`, unless another is at it."""
+    with self.mutex(wait) as mine:
+      for name in ("locks", "tmp", "runs") if mine else ():
         for entry in os.listdir(os.path.join(self.meta, name)):
           with locked(os.path.join(self.meta, name, entry), wait=False): pass
 
-  def mutex(self): return locked(os.path.join(self.meta, "mutex"), keep=True)
+  def mutex(self, wait:bool=True): return locked(os.path.join(self.meta, "mutex"), wait, keep=True)
   def lock(self, key:str, wait:bool=True): return locked(os.path.join(self.meta, "locks", key), wait)
 
   @contextlib.contextmanager
@@ -180,7 +180,7 @@ class Folder:
   def on_disk(self, table:str, shard:int) -> int:
     n = 0
     for p in self.files(table, shard):
-      with contextlib.suppress(FileNotFoundError): n += os.stat(p).st_blocks * 512 if "parts" in p else os.path.getsize(p)
+      with contextlib.suppress(FileNotFoundError): n += os.stat(p).st_blocks * 512 if p.startswith(self.part("", "")[:-1]) else os.path.getsize(p)
     return n
 
   # eviction
@@ -260,6 +260,7 @@ class Folder:
 
 def coalesce(start:np.ndarray, stop:np.ndarray) -> list[tuple[int, int]]:
   """Join the byte ranges [start, stop), sorted, over the smallest gaps, as long as the gaps add at most a quarter. Gives (first, last) numbers."""
+  if not len(start): return []
   gaps = start[1:] - stop[:-1]
   order = np.argsort(gaps, kind="stable")
   cut = np.ones(len(gaps), bool)

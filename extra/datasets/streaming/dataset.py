@@ -188,10 +188,10 @@ class StreamingDataset:
   def release(self):
     """Let go of shards that may be evicted, as this process is not going to read them: what is mapped takes its disk until it is no longer."""
     with self._lock: self._unmap(lambda store, _: store.limited)
-  def sweep(self):
-    """Remove what processes that are gone have left in the cache folders."""
+  def sweep(self, wait:bool=True):
+    """Remove what processes that are gone have left in the cache folders. Without `wait`, not where another is at it."""
     for s in self.stores:
-      if s.place is None: s.folder.sweep()
+      if s.place is None: s.folder.sweep(wait)
 
   def _at(self, number:int) -> tuple[Store, int]:
     """The store of a shard, and its number there."""

@@ -178,7 +178,7 @@ def ids(mix:Mix, epoch:int, size:int, world:int, rank:int, span:str) -> list[dic
   first, stop = int(m[1]), int(m[2] or int(m[1]) + 1)
   if stop > (n := batches(mix.length(epoch), 0, size, False)): raise ValueError(f"--batches {span}: an epoch has {n} batches of {size}")
   jobs = itertools.islice(schedule(mix, epoch, first * size, size, rank, world, False, None, cold=False), max(0, stop - first))
-  return [{"batch": job.start // size, "positions": [job.start, end], "ids": job.ids.tolist()} for _, end, job in jobs]
+  return [{"batch": job.start // size, "positions": [job.start, end], "ids": job.ids[:job.real].tolist()} for _, end, job in jobs]
 
 def main(argv:list[str]|None=None) -> int:
   p = argparse.ArgumentParser(prog="python -m extra.datasets.streaming.info", description=__doc__)

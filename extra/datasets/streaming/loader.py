@@ -18,8 +18,8 @@ HANDLED = 5       # where the follower counts the positions that it was told of,
 # *** making a batch, in a worker ***
 
 class Job(NamedTuple):
-  """A rank's part of the global batch at `start`: rows from `real` on only pad it. `cold`: it is too early for whole shards; `sparse`: they are
-  not worth it."""
+  """A rank's part of the global batch at `start`, at least a row: those from `real` on only pad it, or show what columns no rows have. `cold`: it is
+  too early for whole shards; `sparse`: they are not worth it."""
   epoch: int
   start: int
   pos: np.ndarray
@@ -58,7 +58,10 @@ class Work:
       return self.lay_out(job, Carver(mem)), bad
 
   def lay_out(self, job:Job, carve:Carver) -> list[tuple]:
+    empty = not job.real and not self.mask
+    if empty and self.plain: job = job._replace(pos=job.pos[:0], ids=job.ids[:0])
     batch = self.make(job, None if self.direct else carve if self.plain else np.empty)
+    if empty and not self.plain: batch = {k: (stack(k, v, np.empty) if isinstance(v, list) else v)[:0] for k, v in batch.items()}
     if self.mask and "mask" in batch: raise ValueError("pad_last adds a column named mask, and a function of the loader has made one")
     if self.mask: batch["mask"] = np.arange(len(job.ids)) < job.real
     if self.columns is not None:
@@ -68,7 +71,7 @@ class Work:
     return layout
 
   def make(self, job:Job, new:Callable) -> dict[str, Any]:
-    if self.plain or not len(job.ids): return self.read(job, new)
+    if self.plain: return self.read(job, new)
     if self.transform is None and self.collate is None: batch = self.columns_of(job)
     else:
       rows = self.samples(job)
@@ -311,7 +314,7 @@ def schedule(mix:Mix, epoch:int, start:int, size:int, rank:int, ranks:int, drop_
       if b and coming is None: coming = aside(mix.prepare, epoch + 1)  # else the loop waits for it between epochs
       starts = range(start + b * size, start + min(b + chunk, n) * size, size)
       real = [plan.slice(a, min(a + size, length), rank, ranks) for a in starts]
-      pos = real if rows is None else [x if len(x) == rows else np.resize(x if len(x) else a, rows) for x, a in zip(real, starts)]
+      pos = [x if len(x) == (rows or max(1, len(x))) else np.resize(x if len(x) else a, rows or 1) for x, a in zip(real, starts)]
       ids = np.split(plan.ids(np.concatenate(pos)), np.cumsum([len(x) for x in pos])[:-1])
       for a, r, x, i in zip(starts, real, pos, ids):
         yield epoch, min(a + size, length), Job(epoch, a, x, i, len(r), cold, sparse)
@@ -319,11 +322,11 @@ def schedule(mix:Mix, epoch:int, start:int, size:int, rank:int, ranks:int, drop_
     epoch, start = epoch + 1, 0
     yield epoch, start, None
 
-def close_all(parts:list, ds:StreamingDataset):
+def close_all(parts:list, ds:StreamingDataset, wait:bool=True):
   with uninterrupted():
     if parts:
       while parts: parts.pop(0).close()
-      with contextlib.suppress(OSError): ds.sweep()  # of a cache folder that somebody has removed
+      with contextlib.suppress(OSError): ds.sweep(wait)  # of a cache folder that somebody has removed
 
 class StreamingDataLoader:
   """
@@ -377,8 +380,9 @@ class StreamingDataLoader:
     if self.columns is not None and transform is batch_transform is collate is None: ds.check_columns(self.columns)
     self.depth = prefetch if prefetch is not None else max(2, 2 * self.num_workers)
     self._user, self._engine, self._ahead, self._rest = (transform, batch_transform, collate), None, None, None
+    self._late:Exception|None = None  # an error that was met when a batch was looked for early: it is of the next
     self._parts:list[Any] = []  # what close() closes, and the end of a loader that nobody closed
-    weakref.finalize(self, close_all, self._parts, ds)
+    weakref.finalize(self, close_all, self._parts, ds, wait=False)  # it may be collected in the middle of anything
     self._counts = Stats(self)
     self.mix = self._order()
     self._move(0, 0)
@@ -503,11 +507,13 @@ class StreamingDataLoader:
       if self._engine is None: self._start()
       if self._rest is not None: self._settle()
       self._engine.back(self._counts.asked(ready=bool(self._handed) or self._coming[0][2] is None or self._engine.ready()))
+      if self._late is not None: raise self._late
       if not self._handed: self._advance()
       epoch, sample, ids, values = self._handed.popleft()
       # what is copied to a device is copied a step early, so that the copy overlaps the step
       if self._to not in (None, "CPU", "NPY") and not self._handed and self._coming and self._coming[0][2] is not None and self._engine.ready():
-        self._advance()
+        try: self._advance()
+        except Exception as e: self._late = e
       if self._ahead is not None: self._ahead.go(epoch, sample)
       self._counts.delivered(ids)
       if values is None:
@@ -580,7 +586,7 @@ class StreamingDataLoader:
         if self._rest is not None: self._settle()
       close_all(self._parts, self.ds)
       self._counts.use(None)  # after what they have counted to their end
-      self._engine = self._ahead = self._rest = None
+      self._engine = self._ahead = self._rest = self._late = None
       self._torn = False
   def stats(self) -> dict[str, Any]:
     """What the loader did since it was made, see `stats.Stats`."""

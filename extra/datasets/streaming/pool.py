@@ -156,7 +156,8 @@ class Child:
     need_main = isinstance(payload, bytes) and b"main__" in payload and getattr(sys.modules["__main__"], "__file__", "") != "<stdin>"
     with quiet_start(need_main):
       ends = (*Child.ends, self.conn) if method == "fork" else ()
-      temp = util.get_temp_dir() if method == "forkserver" else None  # where the socket of multiprocessing's server is
+      # where the socket of multiprocessing's server is; a child of multiprocessing's may have that of its parent
+      temp = util.get_temp_dir() if method == "forkserver" and multiprocessing.parent_process() is None else None
       self.process = ctx.Process(target=child_main, name=NAME, args=(theirs, ends, temp, target, payload, *args), daemon=True)
       try: self.process.start()
       except EOFError as e: raise RuntimeError(f"multiprocessing's {method}, which starts the workers, has ended; another pass starts it anew") from e
@@ -173,10 +174,11 @@ class Child:
     self.conn.close()
   def close(self, wait_s:float=0.5):
     self.hang_up()
-    self.process.join(wait_s)  # one that is idle sees the pipe close
-    self.process.kill()
-    self.process.join()
-    self.process.close()
+    with contextlib.suppress(ValueError):  # it was closed, and another could not be started in its place
+      self.process.join(wait_s)  # one that is idle sees the pipe close
+      self.process.kill()
+      self.process.join()
+      self.process.close()
 
 def child_main(conn, ends:tuple, temp:str|None, target:Callable, payload:Any, *args):
   signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's

@@ -294,8 +294,13 @@ class Remote:
       if self.kind == "fsspec": self._call("PUT", name, lambda fs, _, dst: fs.put_file(path, dst))
       elif self.kind == "file":
         os.makedirs(os.path.dirname(dst := self.path(name)) or ".", exist_ok=True)
-        shutil.copyfile(path, tmp := f"{dst}.{os.getpid()}.{threading.get_ident()}.tmp")
-        os.replace(tmp, dst)
+        tmp = f"{dst}.{os.getpid()}.{threading.get_ident()}.tmp"
+        try:
+          shutil.copyfile(path, tmp)
+          os.replace(tmp, dst)
+        except BaseException:
+          with contextlib.suppress(OSError): os.remove(tmp)
+          raise
       else:
         with open(path, "rb") as f, self._request("PUT", name, data=f if os.path.getsize(path) else b""): pass
     self._attempts("PUT", name, once)
