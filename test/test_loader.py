@@ -2,9 +2,11 @@ import ast, contextlib, copy, json, multiprocessing, os, pickle, select, signal,
 from unittest import mock
 import numpy as np
 from extra.datasets.streaming import MDSWriter, StreamingDataLoader, StreamingDataset, World
+from extra.datasets.streaming.cache import Fetcher
 from extra.datasets.streaming.loader import UserError
 from extra.datasets.streaming.mix import Plan
-from extra.datasets.streaming.pool import LONG, QUICK_S, STEADY, Child, Pace, ProcessWorker, Ring, ThreadWorker, uninterrupted
+from extra.datasets.streaming.pool import LONG, QUICK_S, STEADY, Child, Pace, ProcessWorker, Ring, ThreadWorker
+from extra.datasets.streaming.remote import uninterrupted
 from helpers import ROOT, TempDirTestCase, children, held, run_script, write_rows
 from servers import Server
 
@@ -177,8 +179,8 @@ class TestBatches(LoaderTestCase):
                 lambda b: dict(b.popitem() for _ in range(3)), lambda b: {k: b.setdefault(k) for k in want}, lambda b: pickle.loads(pickle.dumps(b)),
                 copy.copy, copy.deepcopy, lambda b: ast.literal_eval(repr(b)), lambda b: (lambda **kw: kw)(**b)):
       self.assertEqual(how(first()), want)
-    self.assertTrue(first() == want == first())
-    self.assertFalse(first() != want)
+    self.assertTrue(first() == want == first() == first())
+    self.assertFalse(first() != want or first() != first())
     self.assertEqual(json.loads(json.dumps({**first(), "b": 0})), {**want, "b": 0})
     self.assertEqual((first().get("x"), first().get("x", 5), "b" in first(), len(first())), (None, 5, True, 3))
     batch = first()
@@ -196,7 +198,20 @@ class TestBatches(LoaderTestCase):
       dl._counts.cuts[0] += 100                                         # the time it takes is the hand-off's, and not the loop's
     stats = dl.stats()
     self.assertEqual(stats["ring_bytes"], most)                         # the slots have come back
-    self.assertTrue(1000 <= stats["hand_s"] < 1010 and stats["idle_s"] < 10, stats)
+    self.assertTrue(1000 <= stats["hand_s"] < 1010 and 0 <= stats["idle_s"] < 10, stats)
+
+  def test_values_that_are_no_column_are_the_same_from_anywhere(self):
+    with MDSWriter(out=self.path("v"), columns={"a": "ndarray:uint16", "i": "str_int"}) as w:
+      for i in range(400): w.write({"a": np.full(3 if i < 396 else i % 3, i, np.uint16), "i": i})
+    self.ds = StreamingDataset(self.path("v"))
+    for workers, pace in ((0, False), (0, True), (1, False), (1, True)):
+      with mock.patch("extra.datasets.streaming.pool.Pace", lambda turn: lambda away_s: pace):  # noqa: B023
+        dl, n = self.loader(4, num_workers=workers), 0
+        with self.assertRaisesRegex(ValueError, "'a' has rows of different shapes"):
+          for b in dl:
+            self.assertEqual((b["a"].tolist(), b["i"].tolist()), ([[i] * 3 for i in range(n, n + 4)], list(range(n, n + 4))))
+            n += 4
+        self.assertEqual(n, 396)
 
   def test_batches_outgrow_their_slots(self):
     rows = [os.urandom(1 << (i // 4)) for i in range(64)]
@@ -711,6 +726,16 @@ class TestCtrlC(LoaderTestCase):
           self.assertEqual(ids + ids_of(dl), want)
           dl.close()
           self.assertEqual(children(), set())
+  def test_what_is_shared_with_threads_is_not_left_half_done(self):
+    with Server(self.path("d")) as server:
+      self.ds, done, real = StreamingDataset(server.url, self.path("c")), [], Fetcher.advance
+      def pressed(fetcher, position):
+        self.press()
+        real(fetcher, position)
+        done.append(position)
+      with mock.patch.object(Fetcher, "advance", pressed), self.assertRaises(KeyboardInterrupt):
+        for _ in self.loader(10): pass
+      self.assertEqual(len(done), 1)
   def test_again_before_the_first_is_dealt_with(self):
     dl, want = self.loader(10, num_workers=1), ids_of(self.loader(10))
     ids = [next(iter(dl))["id"].tolist()]
@@ -745,6 +770,11 @@ class TestProcesses(LoaderTestCase):
           self.addCleanup(os.close, fd)
           self.assertTrue(select.select([fd], [], [], 2)[0], f"{method} worker {pid} lives on")
       self.assertEqual(os.listdir(self.path("t")), [])
+
+  def test_a_system_without_pidfd(self):
+    with open(self.path("sitecustomize.py"), "w") as f: f.write("import os\ndef refuse(*args): raise OSError(38, 'no')\nos.pidfd_open = refuse")
+    r = run_script(SCRIPT + "print(len(list(it)))", self.path("d"), "2", "forkserver", PYTHONPATH=os.pathsep.join([self.path(), ROOT]))
+    self.assertEqual((r.stdout, r.stderr), ("start\n9\n", ""))
 
   def test_a_rank_killed(self):
     r = run_script(RANK, self.path("d"))

@@ -167,6 +167,10 @@ class TestBadSamples(MixtureTestCase):
           ids = [i for b in dl for i in (b["n"] if columns is None else b[1]).tolist()]
           self.assertEqual((len(ids), set(ids) & set(bad), [i for i, _ in dl.stats()["bad"]]), (40, set(), bad))
 
+  def test_rows_that_pad_are_not_counted(self):
+    dl = self.loader(StreamingDataset(self.path("many"), on_bad_sample="replace", max_bad=0.02), 4000, transform=reject_thirteen, pad_last=True)
+    self.assertEqual((len(list(dl)), dl.stats()["bad_samples"]), (1, 10))
+
   def test_too_many(self):
     ds = StreamingDataset(self.path("many"), on_bad_sample="replace")
     with self.assertRaisesRegex(RuntimeError, "max_bad=0.001.*too many"): list(self.loader(ds, 50, transform=reject_most))

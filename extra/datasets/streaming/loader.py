@@ -7,8 +7,8 @@ from .cache import Fetcher
 from .dataset import SEED, Ragged, StreamingDataset, cut
 from .mix import Mix
 from .partition import World, batches
-from .pool import ALIGN, MAX_DEATHS, Carver, Child, Engine, Inherited, NeedRoom, Ring, Slot, Tally, board, dump, load, uninterrupted
-from .remote import RemoteError, results
+from .pool import ALIGN, MAX_DEATHS, Carver, Child, Engine, Inherited, NeedRoom, Ring, Slot, Tally, board, dump, load
+from .remote import RemoteError, results, uninterrupted
 from .stats import Stats
 
 STATE_VERSION = 1
@@ -122,22 +122,21 @@ class Work:
         except (ValueError, OSError, UserError) as e:
           if outage(e): raise
           if isinstance(e, OSError): gone[shard] = e
-          if n == 0: bad.append((int(ids[i]), f"{type(e.__cause__ or e).__name__}: {e.__cause__ or e}"))
+          if n == 0 and i < job.real: bad.append((int(ids[i]), f"{type(e.__cause__ or e).__name__}: {e.__cause__ or e}"))
           ids[i] = self.ds.other(int(job.ids[i]), self.seed, job.epoch, int(job.pos[i]), n)
     return job._replace(ids=ids), bad
 
   def place(self, name:str, v:Any, carve:Carver) -> tuple:
     if isinstance(v, np.ndarray) and not v.dtype.isnative: v = v.astype(v.dtype.newbyteorder("="))
-    if self.direct: return name, "object", v.tolist() if isinstance(v, Ragged) else stack(name, v, np.empty) if isinstance(v, list) else v
-    if isinstance(v, Ragged) and v.enc.name not in ("bytes", "str"): v = v.tolist()
+    if isinstance(v, Ragged) and (self.direct or v.enc.name not in ("bytes", "str")): v = v.tolist()
     if isinstance(v, Ragged):
       stops, block = carve((len(v.size),), np.int64), carve((int(v.size.sum()),), np.uint8)
       np.cumsum(v.size, out=stops)
       v.copy(block)
       if v.enc.name == "str" and not texts(block, stops): v.tolist()  # raises, and tells which is none
       return name, v.enc.name, carve.offset(stops), carve.offset(block), len(stops)
-    if isinstance(v, list): v = stack(name, v, carve)
-    if not isinstance(v, np.ndarray) or v.dtype.hasobject: return name, "object", v
+    if isinstance(v, list): v = stack(name, v, np.empty if self.direct else carve)
+    if self.direct or not isinstance(v, np.ndarray) or v.dtype.hasobject: return name, "object", v
     if not np.shares_memory(v, carve.mem):
       np.copyto(out := carve(v.shape, v.dtype), v)
       v = out
@@ -281,7 +280,8 @@ class Batch(dict):
 def cut_first(name:str) -> Callable:
   @functools.wraps(method := getattr(dict, name))
   def cut_then(self:Batch, *args):
-    for k in self: self[k]
+    for batch in (self, *args):
+      if isinstance(batch, Batch): [batch[k] for k in batch]
     return method(self, *args)
   return cut_then
 for _name in ("items", "values", "pop", "popitem", "setdefault", "copy", "__eq__", "__ne__", "__or__", "__ror__", "__repr__"):
@@ -291,12 +291,13 @@ for _name in ("items", "values", "pop", "popitem", "setdefault", "copy", "__eq__
 
 def aside(fn:Callable, *args) -> Future:
   """fn(*args) in a thread that ends with it."""
-  pool = ThreadPoolExecutor(1, "streaming-aside")
-  try: return pool.submit(fn, *args)
-  finally: pool.shutdown(wait=False)
+  with uninterrupted():
+    pool = ThreadPoolExecutor(1, "streaming-aside")
+    try: return pool.submit(fn, *args)
+    finally: pool.shutdown(wait=False)
 
 def at_once(fn:Callable, *args) -> Future:
-  (f := Future()).set_result(fn(*args))
+  with uninterrupted(): (f := Future()).set_result(fn(*args))
   return f
 
 def schedule(mix:Mix, epoch:int, start:int, size:int, rank:int, ranks:int, drop_last:bool, rows:int|None,
@@ -514,7 +515,8 @@ class StreamingDataLoader:
       if self._to not in (None, "CPU", "NPY") and not self._handed and self._coming and self._coming[0][2] is not None and self._engine.ready():
         try: self._advance()
         except Exception as e: self._late = e
-      if self._ahead is not None: self._ahead.go(epoch, sample)
+      if self._ahead is not None:
+        with uninterrupted(): self._ahead.go(epoch, sample)
       self._counts.delivered(ids)
       if values is None:
         self._counts.end_epoch(self.epoch)

@@ -6,7 +6,7 @@ from multiprocessing.connection import wait
 from typing import Any, Callable
 import numpy as np
 from .format import map_fd
-from .remote import TICK, Stop
+from .remote import TICK, Stop, uninterrupted
 
 ALIGN = 64        # tinygrad's CPU kernels load whole vectors: from_blob at an unaligned address crashes
 MAX_DEATHS = 3    # of one worker in a row
@@ -110,19 +110,6 @@ def unpack_error(error:BaseException|tuple[bytes|None, bytes|None, str]) -> Base
 
 # *** processes ***
 
-@contextlib.contextmanager
-def uninterrupted():
-  """Put Ctrl-C off until the end, for this thread and for processes it starts."""
-  came, masked = [], signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-  # a signal that is blocked here goes to another thread, a library's perhaps, and its handler runs in the main thread all the same
-  main, handler = threading.current_thread() is threading.main_thread(), signal.getsignal(signal.SIGINT)
-  if put_off := main and callable(handler): signal.signal(signal.SIGINT, lambda *args: came.append(args))
-  try: yield
-  finally:
-    if put_off: signal.signal(signal.SIGINT, handler)
-    signal.pthread_sigmask(signal.SIG_SETMASK, masked)
-    if came: handler(*came[0])
-
 _starting = threading.Lock()
 @contextlib.contextmanager
 def quiet_start(need_main:bool):
@@ -174,7 +161,8 @@ class Child:
     self.conn.close()
   def close(self, wait_s:float=0.5):
     self.hang_up()
-    with contextlib.suppress(ValueError):  # it was closed, and another could not be started in its place
+    # it was closed, and another could not be started in its place; or this is a fork of its parent
+    with contextlib.suppress(ValueError, AssertionError):
       self.process.join(wait_s)  # one that is idle sees the pipe close
       self.process.kill()
       self.process.join()
@@ -185,7 +173,9 @@ def child_main(conn, ends:tuple, temp:str|None, target:Callable, payload:Any, *a
   signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
   for c in ends: c.close()  # copied by fork: while a sibling holds one, its child would not see it close
   parent = multiprocessing.parent_process()
-  ended = os.pidfd_open(parent.pid) if temp and hasattr(os, "pidfd_open") else None
+  ended = None
+  with contextlib.suppress(OSError, AttributeError):  # not all systems have it
+    if temp: ended = os.pidfd_open(parent.pid)
   def tidy(wait_s:float|None):
     """Remove what a parent that was killed could not."""
     if wait([parent.sentinel], wait_s) and ended is not None and wait([ended], 0.5): shutil.rmtree(temp, ignore_errors=True)

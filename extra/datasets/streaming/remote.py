@@ -1,7 +1,7 @@
 """Bytes from a path, http(s):// (requests) or any fsspec URL: get, get a range, put, list."""
 from __future__ import annotations
-import contextlib, email.utils, functools, math, os, random, re, shutil, socket, threading, time, weakref
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+import contextlib, email.utils, functools, math, os, queue, random, re, shutil, signal, socket, threading, time, weakref
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Callable, Iterator, Sequence
 from urllib.parse import quote, unquote, urlsplit, urlunsplit
 from .format import need
@@ -9,6 +9,21 @@ from .format import need
 SLOW, BLOCK, STEP = 1024, 1 << 18, 1 << 24    # bytes/s under which a transfer counts as stalled; bytes asked at once of a socket, of a file
 
 TICK = 0.5  # seconds of a wait in the main thread: Ctrl-C that comes while CPython lets go of its lock before a wait does not end it
+
+@contextlib.contextmanager
+def uninterrupted():
+  """Put Ctrl-C off until the end, for this thread and for processes it starts. Who shares a threading.Condition with other threads needs it: that is
+  entered in Python, and Ctrl-C in the middle would leave it locked."""
+  came, handler = [], signal.getsignal(signal.SIGINT)
+  # a signal that is blocked here goes to another thread, a library's perhaps, and its handler runs in the main thread all the same
+  if put_off := threading.current_thread() is threading.main_thread() and callable(handler):
+    signal.signal(signal.SIGINT, lambda *args: came.append(args))
+  masked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+  try: yield
+  finally:
+    signal.pthread_sigmask(signal.SIG_SETMASK, masked)
+    if put_off: signal.signal(signal.SIGINT, handler)
+    if came: handler(*came[0])
 
 class RemoteError(OSError):
   """A transfer that failed for good. The text names the URL without its credentials, the status or reason, and the attempts.
@@ -98,8 +113,15 @@ class Stop:
 
 def results(futures:list[Future]) -> list:
   """What they come to, when all are at their end."""
-  while not all(f.done() for f in futures): wait(futures, TICK)   # which does not count one that was cancelled
-  return [f.result() for f in futures]
+  done:queue.SimpleQueue = queue.SimpleQueue()
+  with uninterrupted():
+    for f in futures: f.add_done_callback(done.put)
+  left = len(futures)
+  while left:
+    with contextlib.suppress(queue.Empty):
+      done.get(timeout=TICK)
+      left -= 1
+  with uninterrupted(): return [f.result() for f in futures]
 
 class Pool(ThreadPoolExecutor):
   """Threads that end at once when the `with` is left by Ctrl-C or the thread that made them is stopped."""
@@ -108,7 +130,7 @@ class Pool(ThreadPoolExecutor):
     super().__init__(threads, name, initializer=self.stop.bind)
   def run(self, fn:Callable, items:Sequence) -> list:
     """[fn(x) for x in items], the first of them by this thread itself."""
-    others = [self.submit(fn, x) for x in items[1:]]
+    with uninterrupted(): others = [self.submit(fn, x) for x in items[1:]]
     return [fn(x) for x in items[:1]] + results(others)
   def end(self):
     """Do no more, and return when all threads have ended."""

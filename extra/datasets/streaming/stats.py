@@ -33,8 +33,9 @@ class Stats:
     """The loop asks for a batch. Returns the seconds it was away since it got the last, those left out in which it was cut texts of a batch."""
     now, cut = time.perf_counter(), sum(self.cuts)
     self.cuts.clear()
-    away = 0.0 if self.last is None else now - self.last - cut
-    self.elapsed, self.hand_s, self.last = self.elapsed + away + cut, self.hand_s + cut, now
+    since = 0.0 if self.last is None else now - self.last
+    away = max(0.0, since - cut)  # several threads may have cut at once
+    self.elapsed, self.hand_s, self.last = self.elapsed + since, self.hand_s + cut, now
     if ready: self.idle_s += away
     if self.epoch_start is None: self.epoch_start = (now, self.samples, self.wait_s)
     return away
